@@ -1,0 +1,57 @@
+"""What the model asks of the hardware. The engine hands in an implementation; the model never chooses one.
+
+Knows: the meaning of each operation. Implements nothing: `pallas_kernels` holds the forms, `jaxinfer.engine.ops` binds
+them.
+"""
+
+from typing import NamedTuple, Protocol
+
+from jaxtyping import Array, Float
+
+from jaxinfer.arrays import Keys, Lengths, Pages, PageTable, Positions, Queries, Tokens, Values
+
+
+class TokenBatch(NamedTuple):
+    """The tokens of one step and where their keys and values live.
+
+    Row s holds up to t tokens at `positions[s]` (-1 is padding). Token at position i of row s lives in page
+    `page_table[s, i // b]`, at offset i % b. `lengths[s]` counts the keys that row s has once this step's are written;
+    0 marks a padding row. Table entries past the length are never read, whatever they say.
+    """
+
+    tokens: Tokens
+    positions: Positions
+    page_table: PageTable
+    lengths: Lengths
+
+
+class Ops(Protocol):
+    """The operations; every method is pure and is traced inside jit."""
+
+    def write(self, pages: Pages, keys: Keys, values: Values, batch: TokenBatch) -> Pages:
+        """The pool with this step's keys and values stored; padding is dropped. DONATES `pages`."""
+        ...
+
+    def attend(
+        self,
+        queries: Queries,
+        pages: Pages,
+        batch: TokenBatch,
+        *,
+        window: int | None,
+        scale: float,
+        softcap: float | None,
+    ) -> Float[Array, "s t k g c"]:
+        """Causal attention of each query over its row's pages, which already hold this step's own keys.
+
+        A query at position i sees positions max(0, i - window + 1) .. i. Padding queries return finite numbers that
+        nobody reads.
+        """
+        ...
+
+    def matmul(self, x: Float[Array, "... i"], weight: Float[Array, "*out i"]) -> Float[Array, "..."]:
+        """Contract the last axis of both; the result has x's leading axes, then the weight's.
+
+        Weights are stored output-first, which XLA on CPU reads twice as fast as input-first.
+        """
+        ...
