@@ -1,0 +1,212 @@
+"""The parts put together: a loaded model, its tokenizer, a warm engine and the loop that feeds it.
+
+Knows: the order in which the parts are made, and every check that turns what a caller sent into a `Request`. Knows no
+door: `LLM`, the batch command and the server all start here.
+"""
+
+import hashlib
+import operator
+import os
+import platform
+import secrets
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfer.checkpoint.load import load
+from jaxinfer.config import DTypeName, EngineConfig, ModelConfig
+from jaxinfer.engine.runner import EngineRunner
+from jaxinfer.errors import BadSamplingParam, PromptTooLong, RequestError
+from jaxinfer.progress import progress_bars
+from jaxinfer.request import MAX_STOP_IDS, SEED_BOUND, Request, SamplingParams
+from jaxinfer.scheduler.loop import EngineLoop
+from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.protocol import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
+"""Text, token ids, or chat messages (`{"role": ..., "content": ...}`)."""
+
+DEFAULT_ENGINE = EngineConfig()
+MAX_SALT_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """One model ready to serve. `engine` is the configuration as it was resolved: its dtype is never None."""
+
+    name: str
+    config: ModelConfig
+    engine: EngineConfig
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    eos_ids: frozenset[int]
+    runner: EngineRunner
+    loop: EngineLoop[Any]
+
+    @property
+    def context(self) -> int:
+        """Most tokens of one sequence, prompt and output together."""
+        return self.runner.limits.context
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that a caller may name run from 0 to vocab_size - 1; the padding rows of the embedding are not ids."""
+        return min(self.config.vocab_size, self.tokenizer.vocab_size)
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """The checked request: prompt tokenised, ids within the vocabulary, lengths within the context, seed chosen.
+
+        `deadline` is in `time.monotonic` seconds. A `max_tokens` that the context cannot hold ends with LENGTH where
+        the context ends. Raises RequestError, PromptTooLong or BadSamplingParam, each naming what is wrong.
+        """
+        ids = self.tokenize(prompt)
+        if len(ids) + 1 > self.context:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens and one more must fit the context of {self.context} tokens; "
+                f"send at most {self.context - 1}"
+            )
+        self._check_bias(params)
+        if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_CHARS:
+            raise RequestError(f"cache_salt is {cache_salt!r:.40}; expected at most {MAX_SALT_CHARS} characters")
+        return Request(
+            id=request_id or uuid.uuid4().hex,
+            prompt=ids,
+            params=params,
+            seed=secrets.randbelow(SEED_BOUND) if params.seed is None else params.seed,
+            stop_ids=self._stop_ids(params),
+            arrival=time.monotonic(),
+            deadline=deadline,
+            priority=_whole("priority", priority, -(2**31), 2**31),
+            cache_salt=cache_salt,
+        )
+
+    def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+        """Ids of a prompt, with exactly one BOS where the model wants one; ids are checked and passed through.
+
+        Control tokens spelled out in a text prompt are control tokens: whoever writes a raw prompt writes the template
+        too. In chat messages they are plain text. Raises RequestError for an empty or ill-typed prompt.
+        """
+        if isinstance(prompt, str):
+            ids = self._encode_text(prompt)
+        elif not _is_list(prompt):
+            raise RequestError(f"prompt is a {type(prompt).__name__}; expected text, token ids or chat messages")
+        elif len(prompt) and isinstance(prompt[0], Mapping):
+            ids = self._encode_chat(prompt)
+        else:
+            ids = prompt
+        if not len(ids):
+            raise RequestError("the prompt is empty; expected at least one token")
+        return tuple(_whole("prompt token", token, 0, self.vocab_size) for token in ids)
+
+    def _encode_text(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt holds half a surrogate pair at character {error.start}") from None
+        ids = self.tokenizer.encode(text, bos=True, special=True)
+        doubled = len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_id
+        return ids[1:] if doubled else ids
+
+    def _encode_chat(self, messages: Messages) -> list[int]:
+        if self.chat is None:
+            raise RequestError(f"model {self.name} has no chat template; send text or token ids")
+        return self.chat.encode(messages)
+
+    def _check_bias(self, params: SamplingParams) -> None:
+        for token in params.logit_bias:
+            if token >= self.vocab_size:
+                raise BadSamplingParam(f"logit_bias names token {token}; expected ids from 0 to {self.vocab_size - 1}")
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        for token in params.stop_token_ids:
+            if token >= self.vocab_size:
+                raise BadSamplingParam(f"stop_token_ids holds {token}; expected ids from 0 to {self.vocab_size - 1}")
+        union = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        if len(union) > MAX_STOP_IDS:
+            raise BadSamplingParam(
+                f"stop_token_ids and the model's end-of-text ids are {len(union)} ids; at most {MAX_STOP_IDS} fit"
+            )
+        return union
+
+
+def _is_list(value: object) -> bool:
+    """True for lists and tuples, and for one-dimensional numpy and JAX arrays, which are no `Sequence`."""
+    return (isinstance(value, Sequence) and not isinstance(value, bytes)) or getattr(value, "ndim", None) == 1
+
+
+def _whole(name: str, value: object, low: int, bound: int) -> int:
+    """`value` as an int within low .. bound - 1; numpy integers pass, bools and floats do not."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or not low <= number < bound:
+        raise RequestError(f"{name} is {value!r:.40}; expected a whole number from {low} to {bound - 1}")
+    return number
+
+
+def assemble(ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool = False) -> Assembly:
+    """Load the model that `ref` names, build its engine and compile every step; `progress` draws bars on stderr.
+
+    Raises CheckpointError for an unknown or damaged `ref`, ConfigError for an engine that the model or the machine
+    cannot hold.
+    """
+    use_compile_cache()
+    engine = replace(engine, dtype=engine.dtype or _default_dtype())
+    with progress_bars(progress) as report:
+        checkpoint = load(ref, dtype=engine.dtype, progress=report)
+        runner = EngineRunner.build(checkpoint.config, checkpoint.params, engine)
+        runner.warm_up(report)
+    template = checkpoint.chat_template
+    return Assembly(
+        name=checkpoint.name,
+        config=checkpoint.config,
+        engine=engine,
+        tokenizer=checkpoint.tokenizer,
+        chat=ChatTemplate(template, checkpoint.tokenizer) if template else None,
+        eos_ids=checkpoint.eos_ids,
+        runner=runner,
+        loop=EngineLoop(runner, queue=engine.queue, prefix_cache=engine.prefix_cache),
+    )
+
+
+def use_compile_cache() -> None:
+    """Keep compiled executables on disk between runs, in the user's cache folder.
+
+    JAX_COMPILATION_CACHE_DIR moves it. The folder's name holds a digest of the CPU's features: XLA's CPU code uses
+    whatever the compiling machine has, and a home folder may be mounted on machines that have less.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "jaxinfer" / f"xla-{_cpu_digest()}"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _cpu_digest() -> str:
+    features = platform.machine() + platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        features += next(
+            (line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), ""
+        )
+    return hashlib.sha256(features.encode()).hexdigest()[:12]
+
+
+def _default_dtype() -> DTypeName:
+    """float32 on CPU, where bfloat16 reads ten times slower at one row; bfloat16 elsewhere."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
