@@ -1,0 +1,15 @@
+"""One letter a meaning, for every kernel of this folder.
+
+s  sequences (rows)         n  pages in the pool        k  key and value heads
+t  tokens of a row          b  tokens in a page         g  query heads per key head
+p  pages in a row's table                               c  features of a head
+"""
+
+from jaxtyping import Array, Float, Int32
+
+Pages = Float[Array, "n 2 k b c"]
+Queries = Float[Array, "s t k g c"]
+NewKeys = Float[Array, "s t k c"]
+PageTable = Int32[Array, "s p"]
+Positions = Int32[Array, "s t"]
+Lengths = Int32[Array, " s"]

@@ -1,0 +1,1 @@
+"""Causal attention of each query over its row's pages."""

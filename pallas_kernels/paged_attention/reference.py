@@ -1,0 +1,54 @@
+"""What paged attention means: gather every page of a row, mask, softmax. Slow, and meant to be read."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries
+
+
+def visible(positions: Positions, lengths: Lengths, keys: int, window: int | None) -> Bool[Array, "s t keys"]:
+    """Which of a row's first `keys` positions each query sees.
+
+    Position 5 with window 3 and length 8:      keys 0 1 2 3 4 5 6 7
+                                                     0 0 0 1 1 1 0 0
+    """
+    key = jnp.arange(keys)
+    query = positions[:, :, None]
+    seen = (key <= query) & (key < lengths[:, None, None])
+    return seen if window is None else seen & (key > query - window)
+
+
+def paged_attention(
+    queries: Queries,
+    pages: Pages,
+    page_table: PageTable,
+    positions: Positions,
+    lengths: Lengths,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Queries:
+    """Attention of each query over its row's pages, in float32, returned in the queries' dtype.
+
+    The query at position i sees keys max(0, i - window + 1) .. i of those below the row's length. Slots that no query
+    may see are never read: they may hold NaN, and table entries past the length may hold anything. A query that sees
+    nothing (position -1, or a row of length 0) gets zeros.
+    """
+    page_size, span = pages.shape[3], page_table.shape[1] * pages.shape[3]
+    seen = visible(positions, lengths, span, window)
+    row_reads = seen.any(axis=1)  # [s, keys]
+    owned = row_reads.reshape(*page_table.shape, page_size).any(axis=-1)
+    gathered = pages[jnp.where(owned, page_table, 0)]  # [s, p, 2, k, b, c]
+    by_head = jnp.moveaxis(gathered, (2, 3), (0, 2)).astype(jnp.float32)  # [2, s, k, p, b, c]
+    by_head = by_head.reshape(*by_head.shape[:3], span, -1)
+    keys, values = jnp.where(row_reads[:, None, :, None], by_head, 0.0)
+    scores = scale * jnp.einsum("stkgc,skxc->skgtx", queries.astype(jnp.float32), keys)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    mask = seen[:, None, None]
+    scores = jnp.where(mask, scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+    weights = jnp.where(mask, jnp.exp(scores - peak), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    mixed = jnp.einsum("skgtx,skxc->stkgc", weights / jnp.where(total == 0, 1.0, total), values)
+    return mixed.astype(queries.dtype)
