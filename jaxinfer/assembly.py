@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -106,7 +106,7 @@ class Assembly:
         elif not _is_list(prompt):
             raise RequestError(f"prompt is a {type(prompt).__name__}; expected text, token ids or chat messages")
         elif len(prompt) and isinstance(prompt[0], Mapping):
-            ids = self._encode_chat(prompt)
+            ids = self._encode_chat(cast(Messages, prompt))
         else:
             ids = prompt
         if not len(ids):
