@@ -1,0 +1,141 @@
+"""A synchronous Python client with the ease of `jaxinfer.LLM`.
+
+Knows: the wire and its errors. Holds one channel; safe to share between threads. Needs neither JAX nor a model.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxinfer.errors import Unavailable
+from jaxinfer.request import Delta, SamplingParams
+from jaxinfer_server.convert import Prompt, chat_to_wire, delta_from_wire, params_to_wire, prompt_to_wire
+from jaxinfer_server.status import error_of
+from jaxinfer_server.v1 import inference_pb2 as pb
+from jaxinfer_server.v1 import inference_pb2_grpc as rpc
+
+SERVICE = "jaxinfer.v1.Inference"
+MAX_RECEIVE_BYTES = 64 * 2**20
+_QUICK_SECONDS = 30.0
+
+
+class Client:
+    """Talks to a jaxinfer server at `target`, such as `localhost:50051`.
+
+        with Client("localhost:50051") as client:
+            for delta in client.stream("Once upon a time", SamplingParams(seed=7)):
+                print(delta.text, end="")
+
+    Failed calls raise the exceptions of `jaxinfer.errors`: RequestError, Overloaded (with `retry_after`), Unavailable,
+    Cancelled, DeadlineExceeded, EngineFault.
+    """
+
+    def __init__(self, target: str, *, options: Sequence[tuple[str, Any]] = ()) -> None:
+        sizes = (("grpc.max_receive_message_length", MAX_RECEIVE_BYTES), ("grpc.max_send_message_length", -1))
+        self._channel = grpc.insecure_channel(target, options=(*sizes, *options))
+        self._stub = rpc.InferenceStub(self._channel)
+        self._check: Any = health_pb2_grpc.HealthStub(self._channel).Check  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what runs and close the channel."""
+        self._channel.close()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Iterator[Delta]:
+        """The output of one request while it is being made; closing the iterator cancels the request.
+
+        `timeout` (seconds) is the request's deadline. With `n` above 1 the choices come mixed; see `Delta.choice`.
+        """
+        request = _request(prompt, params, request_id, priority, cache_salt)
+        return _deltas(self._stub.Generate(request, timeout=timeout))
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request by its id; False where no such request was running."""
+        return self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id)).aborted
+
+    def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], *, bos: bool = True) -> list[int]:
+        """Token ids of a text or of chat messages, the way `stream` makes them; `bos=False` leaves a text's BOS out."""
+        request = pb.TokenizeRequest()
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.chat.CopyFrom(chat_to_wire(prompt))
+        if not bos:
+            request.bos = False
+        return list(self._call(self._stub.Tokenize, request).token_ids)
+
+    def detokenize(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids."""
+        request = pb.DetokenizeRequest(token_ids=ids, skip_special=skip_special)
+        return self._call(self._stub.Detokenize, request).text
+
+    def model_info(self) -> pb.GetModelInfoResponse:
+        """What is being served, and how much of it fits."""
+        return self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
+
+    def capabilities(self) -> dict[str, pb.Capability]:
+        """Every request field that the server honours, by its dotted path."""
+        found = self._call(self._stub.GetCapabilities, pb.GetCapabilitiesRequest()).generate
+        return {capability.field: capability for capability in found}
+
+    def ready(self) -> bool:
+        """True where the server is up, warm and taking requests."""
+        try:
+            answer = self._health.Check(
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=5.0, wait_for_ready=False
+            )
+        except grpc.RpcError:
+            return False
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Return when the server takes requests. Raises Unavailable after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self.ready():
+            if time.monotonic() > deadline:
+                raise Unavailable(f"the server was not ready within {timeout} seconds")
+            time.sleep(0.1)
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=_QUICK_SECONDS)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+
+def _request(
+    prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int, cache_salt: str
+) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(request_id=request_id, priority=priority, cache_salt=cache_salt)
+    prompt_to_wire(prompt, request)
+    if params is not None:
+        request.sampling.CopyFrom(params_to_wire(params))
+    return request
+
+
+def _deltas(call: Any) -> Iterator[Delta]:
+    try:
+        for response in call:
+            if (delta := delta_from_wire(response)) is not None:
+                yield delta
+    except grpc.RpcError as error:
+        raise error_of(error) from None
+    finally:
+        call.cancel()
