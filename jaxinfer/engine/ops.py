@@ -3,14 +3,12 @@
 Knows: which kernel does what the model asks. Knows nothing of how a kernel does it.
 """
 
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float
 
 from jaxinfer.arrays import Keys, Pages, Queries, Values
 from jaxinfer.model.ops import TokenBatch
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Choice, choose
 
 
 class PagedOps:
@@ -21,13 +19,14 @@ class PagedOps:
     """
 
     def __init__(self, attention: str | None = None, write: str | None = None, platform: str | None = None) -> None:
-        self._attention = choose("paged_attention", attention, platform)
-        self._write = choose("kv_write", write, platform)
+        self._platform = platform or jax.default_backend()
+        self._attention = choose("paged_attention", attention, self._platform)
+        self._write = choose("kv_write", write, self._platform)
 
     @property
     def why(self) -> str:
         """What was chosen, one operation a line."""
-        return "\n".join(f"{choice.operation}: {choice.name}, {choice.why}" for choice in self._choices)
+        return "\n".join(f"{choice.operation}: {choice.name}, {choice.why}" for choice in (self._attention, self._write))
 
     def write(self, pages: Pages, keys: Keys, values: Values, batch: TokenBatch) -> Pages:
         """The pool with this step's keys and values stored. DONATES pages."""
@@ -56,15 +55,23 @@ class PagedOps:
         )
 
     def matmul(self, x: Float[Array, "... i"], weight: Float[Array, "*out i"]) -> Float[Array, "..."]:
-        """Contract the last axis of both."""
-        return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+        """Contract the last axis of both.
 
-    @property
-    def _choices(self) -> tuple[Any, Any]:
-        return self._attention, self._write
+        On CPU as one flat matrix product: where a side keeps several axes, XLA transposes the weight first, which costs
+        more than the product. Elsewhere the axes stay, so that a weight sharded on an inner one needs no gather.
+        """
+        if self._platform != "cpu":
+            return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+        flat = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
+        product = jax.lax.dot_general(*flat, (((1,), (1,)), ((), ())))
+        return product.reshape(*x.shape[:-1], *weight.shape[:-1])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PagedOps) and self._choices == other._choices
+        return isinstance(other, PagedOps) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash(self._choices)
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[str, Choice, Choice]:
+        return self._platform, self._attention, self._write

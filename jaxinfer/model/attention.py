@@ -4,10 +4,11 @@ Knows: projections, biases, norms of queries and keys, rotary embedding, and whi
 Knows nothing of how pages are laid out, read or written: `Ops` does that.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Array
 
 from jaxinfer.arrays import Hidden, Keys, Pages, Queries, Values
 from jaxinfer.config import ModelConfig
@@ -24,7 +25,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Hidden, pages: Pages, batch: TokenBatch, phases: Phases, ops: Ops) -> tuple[Hidden, Pages]:
-        """Attention's addition to the residual stream, and the pages with this step's keys and values. DONATES pages."""
+        """Attention's addition to the residual stream, and the pages with this step's keys. DONATES pages."""
         config = self.config
         queries, keys, values = self._project(x, ops)
         pages = ops.write(pages, rotate(keys, phases), values, batch)
@@ -48,7 +49,7 @@ class Attention(nn.Module):
         qkv = ops.matmul(x, weight(self, "qkv", (*axes, "width"), (*shape, config.width), self.dtype))
         if config.attention_bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
-            qkv = qkv + self.param("qkv_bias", init, shape, self.dtype)
+            qkv = qkv + cast(Array, self.param("qkv_bias", init, shape, self.dtype))
         queries, keys, values = jnp.split(qkv, [config.group, config.group + 1], axis=3)
         keys, values = keys.squeeze(3), values.squeeze(3)
         if config.qk_norm:

@@ -5,7 +5,7 @@ Knows: the arithmetic and the dtype each piece is computed in. Knows nothing of 
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,13 @@ def weight(module: nn.Module, name: str, axes: tuple[str, ...], shape: tuple[int
     Drawn from a normal distribution of standard deviation 1 / sqrt(last axis), which every matrix is contracted on.
     """
     init = nn.initializers.normal(1 / math.sqrt(shape[-1]))
-    return module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
+    return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype))
 
 
 def norm_weight(module: nn.Module, name: str, axis: str, size: int) -> Float32[Array, " size"]:
     """Declare a norm's weight, float32 whatever the model's dtype and ready to multiply."""
     init = nn.with_logical_partitioning(nn.initializers.ones, (axis,))
-    return module.param(name, init, (size,), jnp.float32)
+    return cast(Array, module.param(name, init, (size,), jnp.float32))
 
 
 def rms_norm(x: Float[Array, "*any c"], weight: Float32[Array, " c"], eps: float) -> Float[Array, "*any c"]:
