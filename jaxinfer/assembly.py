@@ -4,23 +4,18 @@ Knows: the order in which the parts are made, and every check that turns what a 
 door: `LLM`, the batch command and the server all start here.
 """
 
-import hashlib
 import operator
-import os
-import platform
 import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
-
-import jax
 
 from jaxinfer.checkpoint.load import load
 from jaxinfer.config import DTypeName, EngineConfig, ModelConfig
-from jaxinfer.engine.runner import EngineRunner
+from jaxinfer.engine.compilation import enable_persistent_cache
+from jaxinfer.engine.runner import EngineRunner, engine_dtype
 from jaxinfer.errors import BadSamplingParam, PromptTooLong, RequestError
 from jaxinfer.progress import progress_bars
 from jaxinfer.request import MAX_STOP_IDS, SEED_BOUND, Request, SamplingParams
@@ -57,7 +52,7 @@ class Assembly:
     @property
     def vocab_size(self) -> int:
         """Ids that a caller may name run from 0 to vocab_size - 1; the padding rows of the embedding are not ids."""
-        return min(self.config.vocab_size, self.tokenizer.vocab_size)
+        return self.runner.limits.vocab_size
 
     def request(
         self,
@@ -166,11 +161,12 @@ def assemble(ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool 
     Raises CheckpointError for an unknown or damaged `ref`, ConfigError for an engine that the model or the machine
     cannot hold.
     """
-    use_compile_cache()
-    engine = replace(engine, dtype=engine.dtype or _default_dtype())
+    enable_persistent_cache()
+    engine = replace(engine, dtype=cast(DTypeName, engine_dtype(engine)))
     with progress_bars(progress) as report:
-        checkpoint = load(ref, dtype=engine.dtype, progress=report)
-        runner = EngineRunner.build(checkpoint.config, checkpoint.params, engine)
+        checkpoint = load(ref, dtype=str(engine.dtype), progress=report)
+        vocabulary = checkpoint.tokenizer.vocab_size
+        runner = EngineRunner.build(checkpoint.config, checkpoint.params, engine, vocab_size=vocabulary)
         runner.warm_up(report)
     template = checkpoint.chat_template
     return Assembly(
@@ -183,30 +179,3 @@ def assemble(ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool 
         runner=runner,
         loop=EngineLoop(runner, queue=engine.queue, prefix_cache=engine.prefix_cache),
     )
-
-
-def use_compile_cache() -> None:
-    """Keep compiled executables on disk between runs, in the user's cache folder.
-
-    JAX_COMPILATION_CACHE_DIR moves it. The folder's name holds a digest of the CPU's features: XLA's CPU code uses
-    whatever the compiling machine has, and a home folder may be mounted on machines that have less.
-    """
-    if jax.config.jax_compilation_cache_dir is None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "jaxinfer" / f"xla-{_cpu_digest()}"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-def _cpu_digest() -> str:
-    features = platform.machine() + platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        features += next(
-            (line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), ""
-        )
-    return hashlib.sha256(features.encode()).hexdigest()[:12]
-
-
-def _default_dtype() -> DTypeName:
-    """float32 on CPU, where bfloat16 reads ten times slower at one row; bfloat16 elsewhere."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
