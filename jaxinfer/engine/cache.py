@@ -1,0 +1,74 @@
+"""The page pool: its size in pages and bytes, and its arrays.
+
+Knows: bytes of a page, how much memory is free, how many pages are worth having. Does not know who owns a page: the
+scheduler does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from jax.sharding import Mesh
+
+from jaxinfer.arrays import Pages
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine.sharding import pages_sharding
+from jaxinfer.errors import ConfigError
+
+
+def pages_per_sequence(page_size: int, context: int) -> int:
+    """Pages that a sequence of `context` tokens owns; the width of every page table."""
+    return -(-context // page_size)
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
+    """Bytes of one page, keys and values, over all layers and all devices."""
+    numbers = 2 * config.kv_heads * page_size * config.head_dim * config.layers
+    return numbers * np.dtype(jnp.dtype(dtype)).itemsize
+
+
+def free_bytes(mesh: Mesh) -> int:
+    """Bytes free for the pool: the host's available memory on CPU, else all the mesh's devices' together.
+
+    Raises ConfigError where an accelerator does not report its memory.
+    """
+    devices = list(mesh.devices.flat)
+    if devices[0].platform == "cpu":
+        return psutil.virtual_memory().available
+    stats = [device.memory_stats() for device in devices]
+    if not all(stats):
+        raise ConfigError(f"{devices[0].device_kind} does not report its memory; set cache.pages")
+    return len(devices) * min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
+
+
+def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: Any, free: int) -> int:
+    """How many pages the pool gets: what is asked for or fits in `free` bytes, at most what all slots can fill.
+
+    Raises ConfigError where fewer than two pages (or one, where a context needs no more) fit.
+    """
+    cache = engine.cache
+    per_sequence = pages_per_sequence(cache.page_size, context)
+    if cache.pages is not None:
+        return min(cache.pages, engine.slots * per_sequence)
+    size = page_bytes(config, cache.page_size, dtype)
+    fit = int(free * cache.memory_fraction) // size
+    if fit < min(2, per_sequence):
+        raise ConfigError(
+            f"memory_fraction {cache.memory_fraction} of {free / 2**20:.1f} MiB free holds {fit} pages of "
+            f"{size / 2**20:.2f} MiB ({cache.page_size} tokens); expected {min(2, per_sequence)} or more: free memory, "
+            "raise cache.memory_fraction or lower cache.page_size"
+        )
+    return min(fit, engine.slots * per_sequence)
+
+
+def make_pages(config: ModelConfig, pages: int, page_size: int, dtype: Any, mesh: Mesh) -> tuple[Pages, ...]:
+    """The pool, zeroed, one array per layer, made on the mesh with its sharding.
+
+    An array made elsewhere and moved would be copied, not donated, by the first step.
+    """
+    shape = (pages, 2, config.kv_heads, page_size, config.head_dim)
+    shardings = (pages_sharding(mesh),) * config.layers
+    make = jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.layers)), out_shardings=shardings)
+    return make()

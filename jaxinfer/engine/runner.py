@@ -1,0 +1,219 @@
+"""Carries plans out: plan to packed rows, rows to the executable of their bucket, device tokens back to plain data.
+
+Knows: buckets, executables, the state. Decides nothing: which sequence runs where is the scheduler's.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
+from jaxinfer.engine.cache import free_bytes, pages_per_sequence, pool_pages
+from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
+from jaxinfer.engine.ops import PagedOps
+from jaxinfer.engine.sharding import make_mesh, param_shardings, replicated
+from jaxinfer.engine.state import EngineState, History, make_state, state_shardings
+from jaxinfer.engine.steps import Program, decode_step, prefill_step, seat_step
+from jaxinfer.errors import ConfigError, EngineFault
+from jaxinfer.model.transformer import Transformer
+from jaxinfer.request import (
+    MAX_LOGPROBS,
+    DecodeRow,
+    Limits,
+    PrefillChunk,
+    RowParams,
+    SampledToken,
+    Seat,
+    StepPlan,
+    StepTokens,
+)
+
+
+def engine_dtype(engine: EngineConfig) -> str:
+    """The dtype of weights and cache: the configured one, else float32 on CPU and bfloat16 elsewhere."""
+    return engine.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def engine_context(config: ModelConfig, engine: EngineConfig) -> int:
+    """Most tokens of one sequence. Raises ConfigError where more is asked for than the model was made for."""
+    if engine.context is not None and engine.context > config.context:
+        raise ConfigError(f"context is {engine.context}; the model was made for {config.context} tokens at most")
+    return engine.context or config.context
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A dispatched plan: per call its output on the device and, per row of it, what to hand back."""
+
+    prefills: tuple[tuple[jax.Array, tuple[RowParams, ...]], ...]
+    decodes: tuple[tuple[jax.Array, tuple[RowParams, ...]], ...]
+
+
+class EngineRunner:
+    """A `jaxinfer.scheduler.runner.Runner`; one thread only. `build` it, `warm_up`, then dispatch and fetch."""
+
+    def __init__(self, program: Program, params: Any, state: EngineState, limits: Limits, engine: EngineConfig) -> None:
+        self._program = program
+        self._params = params
+        self._state = state
+        self._limits = limits
+        self._engine = engine
+        self._steps: dict[tuple[str, int], Any] = {}
+        self._compiled_before = compile_counter().count
+        self._warm_count: int | None = None
+
+    @classmethod
+    def build(
+        cls, config: ModelConfig, params: Any, engine: EngineConfig, *, vocab_size: int | None = None
+    ) -> "EngineRunner":
+        """Put the parameters on the mesh and make the page pool.
+
+        `vocab_size`: ids from there up, which pad the model's vocabulary, are never sampled. Raises ConfigError where
+        the mesh, the context or the memory cannot serve this model.
+        """
+        enable_persistent_cache()
+        mesh, context, dtype = make_mesh(engine.mesh), engine_context(config, engine), jnp.dtype(engine_dtype(engine))
+        params = jax.device_put(params, param_shardings(config, mesh))
+        limits = Limits(
+            slots=engine.slots,
+            pages=pool_pages(config, engine, context, dtype, free_bytes(mesh)),
+            page_size=engine.cache.page_size,
+            context=context,
+            chunk=engine.chunk,
+            step_tokens=engine.chunk,
+            vocab_size=min(vocab_size or config.vocab_size, config.vocab_size),
+        )
+        layout = Layout(0, pages_per_sequence(limits.page_size, context), limits.slots, limits.vocab_size)
+        shardings = state_shardings(config, mesh)
+        program = Program(Transformer(config, dtype), PagedOps(), layout, shardings, replicated(mesh))
+        state = make_state(
+            config,
+            pages=limits.pages,
+            page_size=limits.page_size,
+            slots=limits.slots,
+            vocab=limits.vocab_size,
+            dtype=dtype,
+            mesh=mesh,
+        )
+        return cls(program, params, state, limits, engine)
+
+    @property
+    def limits(self) -> Limits:
+        """What a plan may ask for; fixed."""
+        return self._limits
+
+    @property
+    def compilations(self) -> Counter[str]:
+        """Executables made in this process since `build`, by phase: warmup (until `warm_up` returned), serving."""
+        now, warm = compile_counter().count, self._warm_count
+        warm = now if warm is None else warm
+        return Counter(warmup=warm - self._compiled_before, serving=now - warm)
+
+    # ---- compiling ---------------------------------------------------------------------------------------------------
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile every executable that serving can need."""
+        jobs = {("seat", 0): self._lower_seat}
+        jobs |= {("prefill", t): lambda t=t: self._lower_prefill(t) for t in self._engine.prefill_buckets}
+        jobs |= {("decode", s): lambda s=s: self._lower_decode(s) for s in self._engine.decode_buckets}
+        self._steps = compile_all(jobs, progress)
+        self._warm_count = compile_counter().count
+
+    def _prefill_program(self, bucket: int) -> Program:
+        return replace(self._program, layout=replace(self._program.layout, tokens=bucket))
+
+    def _lower_prefill(self, bucket: int) -> jax.stages.Lowered:
+        program = self._prefill_program(bucket)
+        return prefill_step.lower(self._params, self._state, self._rows(1, program.layout), program=program)
+
+    def _lower_decode(self, bucket: int) -> jax.stages.Lowered:
+        rows = self._rows(bucket, self._program.layout)
+        return decode_step.lower(self._params, self._state, rows, program=self._program)
+
+    def _lower_seat(self) -> jax.stages.Lowered:
+        whole, vocab = self._program.whole, self._limits.vocab_size
+        slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+        row = History(
+            *(jax.ShapeDtypeStruct((vocab,), dtype, sharding=whole) for dtype in (jnp.bool, jnp.int32, jnp.float32))
+        )
+        return seat_step.lower(self._state, slot, row, program=self._program)
+
+    def _rows(self, rows: int, layout: Layout) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, layout.width), jnp.int32, sharding=self._program.whole)
+
+    # ---- serving -----------------------------------------------------------------------------------------------------
+
+    def dispatch(self, plan: StepPlan) -> Pending:
+        """Start the plan's calls and return. Raises EngineFault where a plan breaks the limits."""
+        for seat in plan.seats:
+            self._seat(seat)
+        outputs = [(self._prefill(chunk), chunk) for chunk in plan.prefills]
+        prefills = tuple((output, (chunk.row,)) for output, chunk in outputs if chunk.samples)
+        decodes = ((self._decode(plan.decodes), tuple(row.row for row in plan.decodes)),) if plan.decodes else ()
+        return Pending(prefills, decodes)
+
+    def fetch(self, handle: Pending) -> StepTokens:
+        """Wait for the tokens of a plan. A token of -1 says that the row's logits were no numbers."""
+        return StepTokens(_collect(handle.prefills), _collect(handle.decodes))
+
+    def _step(self, kind: str, bucket: int) -> Any:
+        if (kind, bucket) not in self._steps:
+            raise EngineFault(f"no {kind} executable of {bucket}; call warm_up before dispatch")
+        return self._steps[kind, bucket]
+
+    def _seat(self, seat: Seat) -> None:
+        slot = np.array(seat.slot, np.int32)
+        self._state = self._step("seat", 0)(self._state, slot, history_row(seat, self._limits.vocab_size))
+
+    def _prefill(self, chunk: PrefillChunk) -> jax.Array:
+        bucket = _bucket(self._engine.prefill_buckets, len(chunk.tokens), "prompt tokens in a chunk")
+        packed = pack_prefill(chunk, self._prefill_program(bucket).layout)
+        self._state, output = self._step("prefill", bucket)(self._params, self._state, packed)
+        return output
+
+    def _decode(self, rows: Sequence[DecodeRow]) -> jax.Array:
+        bucket = _bucket(self._engine.decode_buckets, len(rows), "rows in a decode call")
+        packed = pack_decodes(rows, self._program.layout, bucket)
+        self._state, output = self._step("decode", bucket)(self._params, self._state, packed)
+        return output
+
+
+def _bucket(buckets: Sequence[int], size: int, what: str) -> int:
+    fitting = [bucket for bucket in buckets if bucket >= size]
+    if not fitting or size < 1:
+        raise EngineFault(f"{size} {what}; expected 1 to {max(buckets)}")
+    return min(fitting)
+
+
+def history_row(seat: Seat, vocab: int) -> History:
+    """A seat's prompt, output and biases as dense rows [v]."""
+    in_prompt = np.zeros(vocab, bool)
+    in_prompt[list(seat.prompt)] = True
+    counts = np.bincount(np.array(seat.output, np.int64), minlength=vocab).astype(np.int32)
+    bias = np.zeros(vocab, np.float32)
+    bias[list(seat.logit_bias)] = list(seat.logit_bias.values())
+    return History(in_prompt, counts, bias)
+
+
+def _collect(calls: Sequence[tuple[jax.Array, tuple[RowParams, ...]]]) -> tuple[SampledToken, ...]:
+    return tuple(
+        _token(row, how.params.logprobs)
+        for output, rows in calls
+        for row, how in zip(np.asarray(output), rows, strict=False)
+    )
+
+
+def _token(row: NDArray[np.int32], wanted: int | None) -> SampledToken:
+    token = int(row[0])
+    if wanted is None or token < 0:
+        return SampledToken(token)
+    ids, values = row[2 : 2 + MAX_LOGPROBS], row[2 + MAX_LOGPROBS :].view(np.float32)
+    top = tuple((int(i), float(x)) for i, x in zip(ids[:wanted], values, strict=False) if i >= 0)
+    return SampledToken(token, float(row[1:2].view(np.float32)[0]), top)
