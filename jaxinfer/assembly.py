@@ -16,6 +16,7 @@ from jaxinfer.checkpoint.load import load
 from jaxinfer.config import DTypeName, EngineConfig, ModelConfig
 from jaxinfer.engine.compilation import enable_persistent_cache
 from jaxinfer.engine.runner import EngineRunner, engine_dtype
+from jaxinfer.engine.sharding import make_mesh, param_shardings
 from jaxinfer.errors import BadSamplingParam, PromptTooLong, RequestError
 from jaxinfer.progress import progress_bars
 from jaxinfer.request import MAX_STOP_IDS, SEED_BOUND, Request, SamplingParams
@@ -163,8 +164,11 @@ def assemble(ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool 
     """
     enable_persistent_cache()
     engine = replace(engine, dtype=cast(DTypeName, engine_dtype(engine)))
+    mesh = make_mesh(engine.mesh)
     with progress_bars(progress) as report:
-        checkpoint = load(ref, dtype=str(engine.dtype), progress=report)
+        checkpoint = load(
+            ref, dtype=str(engine.dtype), shardings=lambda config: param_shardings(config, mesh), progress=report
+        )
         vocabulary = checkpoint.tokenizer.vocab_size
         runner = EngineRunner.build(checkpoint.config, checkpoint.params, engine, vocab_size=vocabulary)
         runner.warm_up(report)

@@ -7,7 +7,7 @@ at once, and one may be read inside the body of another: whoever steps, every re
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -88,7 +88,7 @@ class Driver:
 
     def run_in_order(
         self, jobs: Iterable[Job[Key]], *, window: int, on_step: Callable[[], None] = lambda: None
-    ) -> Iterator[Result[Key]]:
+    ) -> Generator[Result[Key], None, None]:
         """The outputs of each job's requests, in the order of the jobs, while later jobs are already running.
 
         Reads `jobs` lazily: at most `window` of them are queued, running, or finished behind an unfinished one, which
