@@ -4,14 +4,16 @@ Knows: the wire and its errors. Holds one channel; safe to share between threads
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxinfer.errors import Unavailable
-from jaxinfer.request import Delta, SamplingParams
+from jaxinfer.errors import RequestError, Unavailable
+from jaxinfer.output import Output, collect, failure
+from jaxinfer.request import Delta, Request, SamplingParams
 from jaxinfer_server.convert import Prompt, chat_to_wire, delta_from_wire, params_to_wire, prompt_to_wire
 from jaxinfer_server.status import error_of
 from jaxinfer_server.v1 import inference_pb2 as pb
@@ -66,6 +68,42 @@ class Client:
         request = _request(prompt, params, request_id, priority, cache_salt)
         return _deltas(self._stub.Generate(request, timeout=timeout))
 
+    def generate(
+        self,
+        prompts: str | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+        concurrency: int = 64,
+    ) -> list[Output]:
+        """One Output per prompt, in order; up to `concurrency` of them run at a time.
+
+        `params` is one for all or one each; `timeout` (seconds) is each request's deadline. Raises the first failure,
+        and cancels the rest.
+        """
+        listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = _one_each(params, len(listed))
+        waiting = deque(zip(listed, each, strict=True))
+        running: deque[tuple[Any, SamplingParams]] = deque()
+        outputs: list[Output] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < concurrency:
+                    prompt, one = waiting.popleft()
+                    running.append((self._start_whole(prompt, one, timeout), one))
+                outputs.append(_output(*running[0]))
+                running.popleft()
+        finally:
+            for call, _ in running:
+                call.cancel()
+        return outputs
+
+    def _start_whole(self, prompt: Prompt, params: SamplingParams, timeout: float | None) -> Any:
+        request = _request(prompt, params)
+        request.delivery = pb.DELIVERY_WHOLE
+        request.return_prompt_ids = True
+        return self._stub.Generate(request, timeout=timeout)
+
     def abort(self, request_id: str) -> bool:
         """End a running request by its id; False where no such request was running."""
         return self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id)).aborted
@@ -98,9 +136,7 @@ class Client:
     def ready(self) -> bool:
         """True where the server is up, warm and taking requests."""
         try:
-            answer = self._health.Check(
-                health_pb2.HealthCheckRequest(service=SERVICE), timeout=5.0, wait_for_ready=False
-            )
+            answer = self._check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=5.0)
         except grpc.RpcError:
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -121,7 +157,11 @@ class Client:
 
 
 def _request(
-    prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int, cache_salt: str
+    prompt: Prompt,
+    params: SamplingParams | None,
+    request_id: str = "",
+    priority: int = 0,
+    cache_salt: str = "",
 ) -> pb.GenerateRequest:
     request = pb.GenerateRequest(request_id=request_id, priority=priority, cache_salt=cache_salt)
     prompt_to_wire(prompt, request)
@@ -133,9 +173,28 @@ def _request(
 def _deltas(call: Any) -> Iterator[Delta]:
     try:
         for response in call:
-            if (delta := delta_from_wire(response)) is not None:
+            delta = delta_from_wire(response)
+            if delta is not None and failure(delta) is None:  # after a failed choice comes the status, which raises
                 yield delta
     except grpc.RpcError as error:
         raise error_of(error) from None
     finally:
         call.cancel()
+
+
+def _output(call: Any, params: SamplingParams) -> Output:
+    try:
+        accepted = next(call).accepted
+        deltas = [delta for response in call if (delta := delta_from_wire(response)) is not None]
+    except grpc.RpcError as error:
+        raise error_of(error) from None
+    request = Request(accepted.request_id, tuple(accepted.prompt_token_ids), params, accepted.seed)
+    return collect(request, deltas)
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} params for {count} prompts; expected one for all or one each")
+    return params

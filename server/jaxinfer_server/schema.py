@@ -92,6 +92,7 @@ def capabilities() -> list[pb.Capability]:
         pb.Capability(field="cache_salt", maximum=MAX_SALT, default_json='""'),
         pb.Capability(field="priority", minimum=-(2**31), maximum=_INT_MAX, default_json="0"),
         pb.Capability(field="delivery", default_json='"DELIVERY_STREAM"'),
+        pb.Capability(field="return_prompt_ids", default_json="false"),
     ]
     for field in pb.SamplingParams.DESCRIPTOR.fields:
         found.append(_sampling_capability(field.name))

@@ -45,11 +45,11 @@ class Status:
 def status_of(error: BaseException) -> Status:
     """The status that a client sees for `error`.
 
-    Only messages meant for callers pass; anything else (which may hold a path of this machine) is INTERNAL with a fixed
-    text, and the server's log has the rest.
+    Only our own exceptions carry messages meant for callers. Anything else may hold a path of this machine: it becomes
+    INTERNAL with a fixed text, and the server's log has the rest.
     """
     for kind, code in _CODES:
-        if isinstance(error, kind) and code is not grpc.StatusCode.INTERNAL:
+        if isinstance(error, kind):
             return Status(code, str(error), _metadata(error))
     return Status(grpc.StatusCode.INTERNAL, "internal error; the server's log has more", ((NAME_KEY, "EngineFault"),))
 

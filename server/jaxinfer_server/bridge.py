@@ -1,0 +1,325 @@
+"""The hall between asyncio and the engine: one thread runs the loop, streams of Deltas come out on the other side.
+
+Knows: threads, back-pressure, the end of the engine thread. The engine thread hands over once a step, whatever the
+number of tokens; text is made on the asyncio side, while the device computes the next step. Does not know gRPC or HTTP.
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from jaxinfer.errors import EngineFault, JaxInferError, Overloaded, Unavailable
+from jaxinfer.request import Delta, FinishReason, Request, TokenEvent
+from jaxinfer.scheduler.loop import EngineLoop
+from jaxinfer.stream import RequestStream
+from jaxinfer.text.protocol import Tokenizer
+
+T = TypeVar("T")
+Loop = EngineLoop[Any]
+Events = Sequence[TokenEvent]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeLimits:
+    """buffer: tokens per choice that may wait for a slow reader. stall: seconds without progress until not ready."""
+
+    buffer: int = 2_048
+    stall: float = 60.0
+
+
+class DeltaStream:
+    """The Deltas of one running request, for one reader; ends after the last choice's end.
+
+    What piles up between two reads comes joined, one Delta a choice. Raises what ended the request early.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, buffer: int) -> None:
+        self.request = request
+        self.text = RequestStream(request, tokenizer)
+        self.error: JaxInferError | None = None
+        self._open_choices = request.params.n
+        self._pending: list[Delta] = []
+        self._waiting_tokens = 0
+        self._buffer = buffer * request.params.n
+        self._news = asyncio.Event()
+        self._reader: asyncio.Task[Any] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """True where no Delta will be added: every choice ended, or the request failed."""
+        return self.error is not None or self._open_choices == 0
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._pending:
+            if self.error is not None:
+                raise self.error
+            if self._open_choices == 0:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._take()
+
+    def _take(self) -> Delta:
+        """The pending Deltas of the choice that has waited longest, joined."""
+        choice = self._pending[0].choice
+        taken = [delta for delta in self._pending if delta.choice == choice]
+        self._pending = [delta for delta in self._pending if delta.choice != choice]
+        self._waiting_tokens -= sum(len(delta.token_ids) for delta in taken)
+        return joined(taken)
+
+    def put(self, deltas: Sequence[Delta]) -> None:
+        """Add output. Fails the stream with Overloaded where its reader is too far behind."""
+        for delta in deltas:
+            self._pending.append(delta)
+            self._waiting_tokens += len(delta.token_ids)
+            self._open_choices -= delta.finish is not None
+        if self._waiting_tokens > self._buffer and not self.ended:
+            self.fail(Overloaded(f"the reader is more than {self._waiting_tokens} tokens behind; read faster"))
+        self._news.set()
+
+    def fail(self, error: JaxInferError) -> None:
+        """End the stream with `error`; what was not read is dropped, and a reader stuck in a write is freed."""
+        self.error = error
+        self._pending.clear()
+        self._news.set()
+        if self._reader is not None:
+            self._reader.cancel()
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """While this runs, a failure cancels the task that entered, and comes out of here as the error itself."""
+        self._reader = asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.error is None or self._reader is None or self._reader.uncancel() > 0:
+                raise
+            raise self.error from None
+        finally:
+            self._reader = None
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """One Delta for consecutive ones of one choice."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(itertools.chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(itertools.chain.from_iterable(delta.logprobs for delta in deltas)),
+    )
+
+
+class Bridge:
+    """Owns the engine thread. Every method runs on the asyncio side.
+
+    After the engine thread's death every open stream raises EngineFault and every new one Unavailable.
+    """
+
+    def __init__(self, loop: Loop, tokenizer: Tokenizer, limits: BridgeLimits | None = None) -> None:
+        self._loop = loop
+        self._tokenizer = tokenizer
+        self._limits = limits or BridgeLimits()
+        self._streams: dict[str, DeltaStream] = {}
+        self._numbers = itertools.count()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._draining = False
+        self._answers: set[asyncio.Future[Any]] = set()
+        self._fault: BaseException | None = None
+        self._working = False
+        self._progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the engine thread; the running asyncio loop is the one that gets the output."""
+        self._asyncio = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """True where new requests would be taken and the engine makes progress."""
+        return self._thread.is_alive() and self._fault is None and not self._draining and not self.stalled
+
+    @property
+    def stalled(self) -> bool:
+        """True where work is running and no step has ended for `limits.stall` seconds."""
+        return self._working and time.monotonic() - self._progress > self._limits.stall
+
+    @property
+    def open_streams(self) -> int:
+        """Requests whose last choice has not ended."""
+        return len(self._streams)
+
+    def check_open(self) -> None:
+        """Raises Unavailable where no request is taken: draining, closed, or the engine is down."""
+        if self._fault is not None:
+            raise Unavailable("the engine stopped after an internal error; use another server")
+        if self._draining or self._closing:
+            raise Unavailable("the server is draining and takes no new request; use another server")
+
+    @asynccontextmanager
+    async def stream(self, request: Request) -> AsyncIterator[DeltaStream]:
+        """Queue the request and read its output; leaving early stops it within one step.
+
+            async with bridge.stream(request) as deltas:
+                async for delta in deltas: ...
+
+        Raises PromptTooLong, Overloaded or Unavailable before anything runs, and whatever ends the request early.
+        """
+        self.check_open()
+        request = replace(request, id=f"{next(self._numbers)}:{request.id}")  # a caller may send an id twice
+        stream = DeltaStream(request, self._tokenizer, self._limits.buffer)
+        self._streams[request.id] = stream
+        try:
+            await self._ask(lambda: self._loop.add(request))
+            async with stream.reading():
+                yield stream
+        finally:
+            if self._streams.pop(request.id, None) is not None:
+                self._stop(request.id)
+
+    def abort(self, request_id: str) -> bool:
+        """Stop the running requests with this id: their open choices end as CANCELLED. False where there is none."""
+        found = [key for key in self._streams if key.partition(":")[2] == request_id]
+        for key in found:
+            self._stop(key)
+        return bool(found)
+
+    async def stats(self) -> Any:
+        """The loop's counters, read between two steps."""
+        return await self._ask(self._loop.stats)
+
+    async def drain(self, grace: float) -> bool:
+        """Take no new request and wait for the running ones; False where some were left after `grace` seconds."""
+        self._draining = True
+        deadline = time.monotonic() + grace
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self._streams
+
+    async def close(self) -> None:
+        """End the streams that are left with Unavailable and the thread after its step."""
+        self._draining = True
+        self._fail_all(Unavailable("the server stopped before the request was done; send it again elsewhere"))
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # ---- asyncio side to engine thread -------------------------------------------------------------------------------
+
+    def _stop(self, key: str, choice: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self._post(lambda: self._loop.stop(key, reason, choice))
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        """Run `question` on the engine thread, between two steps."""
+        if self._fault is not None or self._closing:
+            raise Unavailable("the engine has stopped")
+        answer: asyncio.Future[T] = self._asyncio.create_future()
+
+        def command() -> None:
+            try:
+                result = question()
+            except EngineFault:
+                raise
+            except JaxInferError as error:
+                self._hand_over(_settle, answer, error)
+            else:
+                self._hand_over(_settle, answer, None, result)
+
+        self._answers.add(answer)
+        self._post(command)
+        try:
+            return await answer
+        finally:
+            self._answers.discard(answer)
+
+    # ---- the engine thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._await_work():
+                if self._loop.busy or self._loop.broken:
+                    self._step()
+        except BaseException as error:
+            _log.critical("the engine thread ended", exc_info=error)
+            self._fault = error
+            self._hand_over(self._fail_all, EngineFault("the engine stopped after an internal error"))
+
+    def _step(self) -> None:
+        events = self._loop.step()  # a broken loop delivers its last events, and raises the next time
+        self._progress = time.monotonic()
+        if events:
+            self._hand_over(self._deliver, events)
+
+    def _await_work(self) -> bool:
+        """Run the waiting commands, sleeping while there is nothing to do at all; False at the end."""
+        with self._wake:
+            if not self._loop.busy and not self._loop.broken:
+                self._sleep()
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command()
+        return not self._closing
+
+    def _sleep(self) -> None:
+        self._working = False
+        self._wake.wait_for(lambda: self._commands or self._closing)
+        self._progress, self._working = time.monotonic(), True
+
+    def _hand_over(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._asyncio.call_soon_threadsafe(call, *arguments)
+
+    # ---- engine thread to asyncio side -------------------------------------------------------------------------------
+
+    def _deliver(self, events: Events) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is not None:  # else it was given up before this step ended
+                self._feed(stream, event)
+
+    def _feed(self, stream: DeltaStream, event: TokenEvent) -> None:
+        key = stream.request.id
+        stream.put(tuple(stream.text.feed(event)))
+        for choice in stream.text.stopped_choices:
+            self._stop(key, choice, FinishReason.STOP)
+        if stream.ended:
+            del self._streams[key]
+            if stream.error is not None:
+                self._stop(key)
+
+    def _fail_all(self, error: JaxInferError) -> None:
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream.fail(error)
+        for answer in self._answers:
+            _settle(answer, error)
+
+
+def _settle(answer: "asyncio.Future[T]", error: JaxInferError | None, result: Any = None) -> None:
+    if answer.done():  # its asker went away, or everything failed at once
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)
