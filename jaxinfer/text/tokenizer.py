@@ -1,0 +1,227 @@
+"""Text to token ids and back, from every kind of tokenizer file.
+
+Knows: the rules that all kinds share (one BOS, control tokens are never spelled by a caller, ids in range), and which
+codec reads which file. Does not know how a codec splits text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.errors import CheckpointError, RequestError
+from jaxinfer.text.codec import Codec, Place
+from jaxinfer.text.gguf_bpe import json_from_gguf
+from jaxinfer.text.json_codec import JsonCodec
+from jaxinfer.text.reserved import ReservedTokens
+from jaxinfer.text.sentencepiece_codec import SentencePieceCodec, model_from_gguf
+
+
+class TextTokenizer:
+    """A codec with the shared rules on top; implements the `Tokenizer` protocol, whose docstrings hold here.
+
+    `adds_bos` and `eos_ids` override what the codec's file says.
+    """
+
+    def __init__(self, codec: Codec, *, adds_bos: bool | None = None, eos_ids: Sequence[int] = ()) -> None:
+        controls = codec.controls
+        self._codec = codec
+        self._special = controls.special
+        self._special_ids = frozenset(controls.special.values())
+        self._reserved = controls.special | controls.markers
+        self._finder = ReservedTokens(self._reserved, controls.strips)
+        self._bos = controls.special.get(controls.bos)
+        self._adds_bos = (controls.adds_bos if adds_bos is None else adds_bos) and self._bos is not None
+        self._eos_ids = frozenset(eos_ids) | {controls.special[eos] for eos in (controls.eos,) if eos}
+        for token in self._eos_ids:
+            if not (isinstance(token, int) and 0 <= token < codec.size):
+                raise CheckpointError(f"end-of-text id {token} is no token; expected 0 to {codec.size - 1}")
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to vocab_size - 1."""
+        return self._codec.size
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id put before a prompt, None where none is."""
+        return self._bos if self._adds_bos else None
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that the tokenizer itself calls the end of text."""
+        return self._eos_ids
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Control tokens by their spelling; not part of decoded text."""
+        return self._special
+
+    @property
+    def reserved_tokens(self) -> dict[str, int]:
+        """Special tokens and markers by their spelling; no caller's text becomes one."""
+        return self._reserved
+
+    @property
+    def bos_token(self) -> str:
+        """Spelling of BOS, whether or not it is added by default; "" for none."""
+        return self._codec.controls.bos
+
+    @property
+    def eos_token(self) -> str:
+        """Spelling of the end of text; "" for none."""
+        return self._codec.controls.eos
+
+    def encode(self, text: str, *, bos: bool = True, special: bool = False, sentinel: str = "") -> list[int]:
+        """Ids of `text`; see the protocol. Raises RequestError for what is no string of Unicode characters."""
+        _check_text(text)
+        parts = self._finder.split(text) if special else [text]
+        ids: list[int] = []
+        for index, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            literal = part.replace(sentinel, "") if sentinel else part
+            ids += self._codec.encode(literal, self._place(index, ids))
+        if bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def _place(self, part: int, before: list[int]) -> Place:
+        if part == 0:
+            return "start"
+        return "after_bos" if part == 1 and before == [self._bos] else "inside"
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; invalid UTF-8 becomes U+FFFD. The space that encoding puts first is dropped again."""
+        pieces = [b"" if skip_special and token in self._special_ids else self.token_bytes(token) for token in ids]
+        first = 1 if len(ids) > 1 and ids[0] == self._bos else 0
+        if self._codec.drops_space and first < len(ids) and ids[first] not in self._special_ids:
+            pieces[first] = pieces[first].removeprefix(b" ")
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of one id. Raises RequestError for one out of range."""
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._codec.size:
+            raise RequestError(f"token id is {token!r:.40}; expected a whole number from 0 to {self._codec.size - 1}")
+        return self._codec.token_bytes(token)
+
+    def files(self) -> dict[str, bytes]:
+        """File names and contents from which `load_tokenizer` makes an equal tokenizer."""
+        config = {
+            "bos_token": self.bos_token or None,
+            "eos_token": self.eos_token or None,
+            "add_bos_token": self._adds_bos,
+            "eos_token_ids": sorted(self._eos_ids),
+        }
+        return {**self._codec.files(), "tokenizer_config.json": json.dumps(config, indent=2).encode()}
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"text is of type {type(text).__name__}; expected a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"text holds a lone surrogate at character {error.start}; expected Unicode text") from None
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def from_sentencepiece(source: Path | str | bytes, config: Mapping[str, Any] | None = None) -> TextTokenizer:
+    """A SentencePiece `.model`, by path or content; `config` is the content of a `tokenizer_config.json`.
+
+    BOS is added unless the model has none or `config` says `add_bos_token: false`.
+    """
+    model = source if isinstance(source, bytes) else _read(Path(source))
+    config = config or {}
+    return TextTokenizer(
+        SentencePieceCodec(model), adds_bos=config.get("add_bos_token"), eos_ids=config.get("eos_token_ids", ())
+    )
+
+
+def from_tokenizer_json(path: Path | str) -> TextTokenizer:
+    """A `tokenizer.json`, or the directory that holds one; `tokenizer_config.json` beside it is honoured.
+
+    BOS is added where `add_bos_token` says so, or, without that field, where the file's post-processor does.
+    """
+    path = Path(path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    return _from_json(_decode(_read(path), path.name), _read_config(path.parent))
+
+
+def _from_json(source: str, config: Mapping[str, Any]) -> TextTokenizer:
+    return TextTokenizer(JsonCodec(source, config), eos_ids=config.get("eos_token_ids", ()))
+
+
+def from_gguf(fields: Mapping[str, Any]) -> TextTokenizer:
+    """The tokenizer inside a GGUF file, from its metadata as plain Python values.
+
+    `tokenizer.ggml.model` gpt2 is byte-level BPE, llama is SentencePiece. The end-of-text ids are `eos_token_id`,
+    `eot_token_id` and `eom_token_id`. Raises CheckpointError for what is missing, damaged or of another kind.
+    """
+    kind, tokens = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.tokens")
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(f"tokenizer.ggml.model is {kind!r:.40}; expected gpt2 or llama")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise CheckpointError("tokenizer.ggml.tokens is no list of strings; fetch the file again")
+    config = _gguf_config(fields, tokens)
+    if kind == "llama":
+        return from_sentencepiece(model_from_gguf(fields), config)
+    return _from_json(json_from_gguf(fields), config)
+
+
+def _gguf_config(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """The metadata's BOS and EOS as a `tokenizer_config.json`; absent, BOS is added as llama.cpp does."""
+    ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "unknown")}
+    for name, token in ids.items():
+        if token is not None and not (isinstance(token, int) and 0 <= token < len(tokens)):
+            raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {token!r:.40}; expected 0 to {len(tokens) - 1}")
+    by_default = fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in (
+        "llama-bpe",
+        "llama3",
+    )
+    return {
+        "bos_token": None if ids["bos"] is None else tokens[ids["bos"]],
+        "eos_token": None if ids["eos"] is None else tokens[ids["eos"]],
+        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", by_default)),
+        "eos_token_ids": [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None],
+    }
+
+
+def load_tokenizer(directory: Path | str) -> TextTokenizer:
+    """The tokenizer of a checkpoint directory: `tokenizer.json` where there is one, else `tokenizer.model`."""
+    directory = Path(directory)
+    if (directory / "tokenizer.json").is_file():
+        return from_tokenizer_json(directory)
+    if (directory / "tokenizer.model").is_file():
+        return from_sentencepiece(directory / "tokenizer.model", _read_config(directory))
+    raise CheckpointError(f"{directory.name} holds no tokenizer; expected tokenizer.json or tokenizer.model")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _decode(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{name} is not UTF-8 ({error.reason}); fetch it again") from None
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(_decode(_read(path), path.name))
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is not JSON ({error}); fetch it again") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path.name} holds a {type(config).__name__}; expected an object")
+    return config
