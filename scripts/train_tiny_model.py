@@ -174,6 +174,7 @@ def main(
         print(f"{len(words)} characters are {len(ids)} tokens of {tokenizer.vocab_size}")
         config = tiny_config(tokenizer.vocab_size)
         save_trained("tiny", config, train(config, jnp.asarray([ids], jnp.int32), seed), tokenizer_file, out)
+    (out / "params" / "commit_success.txt").unlink(missing_ok=True)  # holds a path of this machine; nothing reads it
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: {size / 1e6:.2f} MB")
 
