@@ -48,7 +48,8 @@ class ModelConfig:
     """Everything the decoder's arithmetic depends on; a model family is a row of these switches.
 
     windows: per layer, how many keys a query sees, itself included; None sees all. local_rope serves the layers with a
-    window where it is given. post_norms adds a norm after attention and after the MLP, before the residual sum.
+    window where it is given. attention_bias adds a bias to q, k and v, output_bias one to the attention's output
+    projection. post_norms adds a norm after attention and after the MLP, before the residual sum.
     query_scale multiplies q.k. Norm weights are stored ready to multiply: a family that stores w - 1 is folded at load.
     """
 
@@ -71,6 +72,7 @@ class ModelConfig:
     qk_norm: bool = False
     post_norms: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None

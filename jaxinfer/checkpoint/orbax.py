@@ -1,0 +1,137 @@
+"""Our own directories: weights written by Orbax and restored straight to their sharding, the rest as plain files.
+
+Knows: the layout, which is
+    jaxinfer.json        format number, name, configuration, end-of-text ids
+    params/              Orbax's standard checkpoint of the parameter tree
+    tokenizer*           the tokenizer's own files
+    chat_template.jinja  where there is one
+Holds no pickle, and reading writes nothing.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxinfer.checkpoint.checkpoint import Checkpoint
+from jaxinfer.checkpoint.files import CHAT_TEMPLATE, chat_template, eos_ids, read_json
+from jaxinfer.checkpoint.fill import STAGE, Progress, Shardings, check_layers, check_tensors, flatten, unflatten
+from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.errors import CheckpointError, ConfigError
+from jaxinfer.model.families import Leaf
+from jaxinfer.model.families.leaves import Source
+from jaxinfer.model.transformer import abstract_params
+from jaxinfer.text.tokenizer import from_sentencepiece, from_tokenizer_json, load_tokenizer
+
+MANIFEST = "jaxinfer.json"
+_PARAMS = "params"
+_FORMAT = 1
+
+
+def save_orbax(checkpoint: Checkpoint, directory: Path) -> None:
+    """Write `checkpoint` into the new directory `directory`.
+
+    It appears there when it is complete, and not before. Raises CheckpointError where something is already there.
+    """
+    directory = directory.absolute()
+    if directory.exists():
+        raise CheckpointError(f"{directory.name} already exists; choose a new directory")
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(partial / _PARAMS, checkpoint.params)
+    for name, data in checkpoint.tokenizer.files().items():
+        (partial / name).write_bytes(data)
+    if checkpoint.chat_template is not None:
+        (partial / CHAT_TEMPLATE).write_text(checkpoint.chat_template, encoding="utf-8")
+    (partial / MANIFEST).write_text(json.dumps(_manifest(checkpoint), indent=1), encoding="utf-8")
+    partial.rename(directory)
+
+
+def save_trained(name: str, config: ModelConfig, params: Any, tokenizer_file: Path, directory: Path) -> None:
+    """Write a model that was trained here; `tokenizer_file` is its SentencePiece model or `tokenizer.json`.
+
+    `params` is the plain nested dict that `init_params` gives. Raises CheckpointError as `save_orbax` does.
+    """
+    read = from_tokenizer_json if tokenizer_file.suffix == ".json" else from_sentencepiece
+    tokenizer = read(tokenizer_file)
+    save_orbax(Checkpoint(name, config, params, tokenizer, None, tokenizer.eos_ids), directory)
+
+
+def load_orbax(
+    directory: Path, *, dtype: str, shardings: Shardings | None = None, progress: Progress | None = None
+) -> Checkpoint:
+    """The checkpoint that `save_orbax` wrote into `directory`, each leaf restored to its dtype and sharding.
+
+    Raises CheckpointError where a file is missing or damaged, or a leaf is not the one the configuration asks for.
+    """
+    manifest = read_json(directory / MANIFEST)
+    if manifest.get("format") != _FORMAT:
+        raise CheckpointError(f"{MANIFEST}: format is {manifest.get('format')!r}; this version reads {_FORMAT}")
+    config = _config(manifest.get("config"))
+    return Checkpoint(
+        name=str(manifest.get("name", directory.name)),
+        config=config,
+        params=_restore((directory / _PARAMS).absolute(), config, dtype, shardings, progress),
+        tokenizer=load_tokenizer(directory),
+        chat_template=chat_template(directory),
+        eos_ids=eos_ids(manifest.get("eos_ids"), MANIFEST),
+    )
+
+
+def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "name": checkpoint.name,
+        "config": dataclasses.asdict(checkpoint.config),
+        "eos_ids": sorted(checkpoint.eos_ids),
+    }
+
+
+def _config(raw: Any) -> ModelConfig:
+    """The configuration out of the manifest; a field that this version does not have is an error."""
+    try:
+        fields = dict(raw)
+        for name in ("rope", "local_rope"):
+            if fields.get(name) is not None:
+                fields[name] = RopeConfig(**fields[name])
+        return ModelConfig(**{**fields, "windows": tuple(fields.get("windows", ()))})
+    except (TypeError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{MANIFEST}: config cannot be read: {error}") from error
+
+
+def _restore(
+    path: Path, config: ModelConfig, dtype: str, shardings: Shardings | None, progress: Progress | None
+) -> Any:
+    if progress:
+        progress(STAGE, 0, 1)
+    with ocp.StandardCheckpointer() as checkpointer:
+        # Orbax and TensorStore raise these for whatever is missing or damaged; they say nothing of which it is.
+        try:
+            stored = flatten(checkpointer.metadata(path).item_metadata.tree)
+            wanted = _targets(config, dtype, shardings, {"/".join(name): leaf.shape for name, leaf in stored.items()})
+            params = checkpointer.restore(path, wanted)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path.name} cannot be restored by Orbax: {error}") from error
+    if progress:
+        progress(STAGE, 1, 1)
+    return params
+
+
+def _targets(
+    config: ModelConfig, dtype: str, shardings: Shardings | None, stored: Mapping[str, tuple[int, ...]]
+) -> Any:
+    """The tree that Orbax restores into: shape, dtype and place of each leaf; raises where `stored` is another tree."""
+    check_layers(config, len(stored))
+    leaves = flatten(abstract_params(config, dtype))
+    names = {path: "/".join(path) for path in leaves}
+    check_tensors([Leaf(p, (Source(names[p], x.shape, x.shape),)) for p, x in leaves.items()], stored)
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = flatten(shardings(config)) if shardings else dict.fromkeys(leaves, here)
+    return unflatten({p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[p]) for p, x in leaves.items()})
