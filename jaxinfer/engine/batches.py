@@ -135,7 +135,8 @@ class StepRows(NamedTuple):
     positions: Positions
     page_table: PageTable
     lengths: Lengths
-    count: RowInt
+    valid: RowInt
+    """Tokens of the row that are no padding."""
     samples: RowBool
     how: SampleRows
 
@@ -162,7 +163,7 @@ def unpack(packed: Rows, layout: Layout) -> StepRows:
         positions=jnp.where(offsets < count[:, None], start[:, None] + offsets, -1),
         page_table=packed[:, layout.table],
         lengths=jnp.where(count > 0, start + count, 0),
-        count=count,
+        valid=count,
         samples=samples,
         how=how,
     )

@@ -26,7 +26,7 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **details: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == COMPILE_EVENT:
             self.count += 1
 
@@ -45,7 +45,7 @@ def default_cache_folder() -> Path:
 
 def enable_persistent_cache() -> None:
     """Keep executables on disk between processes; a folder set by JAX_COMPILATION_CACHE_DIR or the program is kept."""
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(default_cache_folder()))
 
 

@@ -19,7 +19,7 @@ from jaxinfer.engine.cache import free_bytes, pages_per_sequence, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sharding import make_mesh, param_shardings, replicated
-from jaxinfer.engine.state import EngineState, History, make_state, state_shardings
+from jaxinfer.engine.state import EngineState, make_state, state_shardings
 from jaxinfer.engine.steps import Program, decode_step, prefill_step, seat_step
 from jaxinfer.errors import ConfigError, EngineFault
 from jaxinfer.model.transformer import Transformer
@@ -138,10 +138,10 @@ class EngineRunner:
         return decode_step.lower(self._params, self._state, rows, program=self._program)
 
     def _lower_seat(self) -> jax.stages.Lowered:
-        whole, vocab = self._program.whole, self._limits.vocab_size
-        slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-        row = History(
-            *(jax.ShapeDtypeStruct((vocab,), dtype, sharding=whole) for dtype in (jnp.bool, jnp.int32, jnp.float32))
+        nothing = history_row(Seat(0, (), (), {}), self._limits.vocab_size)
+        slot, row = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._program.whole),
+            (np.array(0, np.int32), nothing),
         )
         return seat_step.lower(self._state, slot, row, program=self._program)
 
@@ -192,14 +192,14 @@ def _bucket(buckets: Sequence[int], size: int, what: str) -> int:
     return min(fitting)
 
 
-def history_row(seat: Seat, vocab: int) -> History:
-    """A seat's prompt, output and biases as dense rows [v]."""
+def history_row(seat: Seat, vocab: int) -> tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]:
+    """A seat's prompt, output and biases as the dense rows [v] of a HistoryRow."""
     in_prompt = np.zeros(vocab, bool)
     in_prompt[list(seat.prompt)] = True
     counts = np.bincount(np.array(seat.output, np.int64), minlength=vocab).astype(np.int32)
     bias = np.zeros(vocab, np.float32)
     bias[list(seat.logit_bias)] = list(seat.logit_bias.values())
-    return History(in_prompt, counts, bias)
+    return in_prompt, counts, bias
 
 
 def _collect(calls: Sequence[tuple[jax.Array, tuple[RowParams, ...]]]) -> tuple[SampledToken, ...]:

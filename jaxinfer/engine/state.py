@@ -26,6 +26,10 @@ class History(NamedTuple):
     bias: Float32[Array, "*m v"]
 
 
+HistoryRow = tuple[Bool[Array, " v"], Int32[Array, " v"], Float32[Array, " v"]]
+"""The fields of History for one slot."""
+
+
 class EngineState(NamedTuple):
     """Donated to every step and returned by it."""
 
@@ -36,8 +40,9 @@ class EngineState(NamedTuple):
 
 def state_shardings(config: ModelConfig, mesh: Mesh) -> Any:
     """An EngineState of shardings: pages by kv head, the rest replicated."""
-    whole = replicated(mesh)
-    return EngineState((pages_sharding(mesh),) * config.layers, whole, History(whole, whole, whole))
+    whole: Any = replicated(mesh)
+    pages: Any = (pages_sharding(mesh),) * config.layers
+    return EngineState(pages, whole, History(whole, whole, whole))
 
 
 def make_state(
@@ -54,9 +59,9 @@ def make_state(
     return EngineState(make_pages(config, pages, page_size, dtype, mesh), last_token, history)
 
 
-def seat(history: History, slot: Int32[Array, ""], row: History) -> History:
+def seat(history: History, slot: Int32[Array, ""], row: HistoryRow) -> History:
     """`history` with one slot replaced. DONATES `history`."""
-    return jax.tree.map(lambda whole, one: whole.at[slot].set(one, mode="drop"), history, row)
+    return History(*(whole.at[slot].set(one, mode="drop") for whole, one in zip(history, row, strict=True)))
 
 
 def record(state: EngineState, slots: Slots, tokens: RowInt, penalised: RowBool) -> EngineState:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from jaxinfer.arrays import RowInt, Tokens
 from jaxinfer.engine.batches import Layout, Rows, StepRows, unpack
 from jaxinfer.engine.sampling import Packed, sample
-from jaxinfer.engine.state import EngineState, History, record, seat
+from jaxinfer.engine.state import EngineState, HistoryRow, record, seat
 from jaxinfer.model.ops import Ops, TokenBatch
 from jaxinfer.model.transformer import Transformer
 from jaxinfer.request import MAX_LOGPROBS
@@ -33,7 +33,7 @@ class Program:
     model: Transformer
     ops: Ops
     layout: Layout
-    shardings: EngineState
+    shardings: Any
     whole: NamedSharding
 
 
@@ -43,13 +43,13 @@ def _forward(
     """The state with this step's keys written, and each row's hidden state at its last token."""
     batch = TokenBatch(tokens, rows.positions, rows.page_table, rows.lengths)
     hidden, pages = program.model.apply({"params": params}, batch, state.pages, program.ops)
-    last = jnp.maximum(rows.count - 1, 0)
+    last = jnp.maximum(rows.valid - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return state._replace(pages=pages), hidden
 
 
 def _choose(params: Any, state: EngineState, hidden: Float[Array, "s w"], rows: StepRows, program: Program) -> Packed:
-    logits = program.model.apply({"params": params}, hidden, method="logits")
+    logits: Any = program.model.apply({"params": params}, hidden, method="logits")
     logits = lax.with_sharding_constraint(logits[:, : program.layout.vocab], program.whole)
     return sample(logits, state.history, rows.slots, rows.how)
 
@@ -61,7 +61,7 @@ def _finish(state: EngineState, output: Packed, rows: StepRows, program: Program
 
 
 @partial(jax.jit, static_argnames="program", donate_argnames="state")
-def seat_step(state: EngineState, slot: Int32[Array, ""], row: History, *, program: Program) -> EngineState:
+def seat_step(state: EngineState, slot: Int32[Array, ""], row: HistoryRow, *, program: Program) -> EngineState:
     """Give `slot` the history `row`. DONATES `state`."""
     state = state._replace(history=seat(state.history, slot, row))
     return lax.with_sharding_constraint(state, program.shardings)
