@@ -9,7 +9,6 @@ from typing import Any, cast
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
-from jaxtyping import Array
 
 from jaxinfer.arrays import Hidden, Keys, Pages, Queries, Values
 from jaxinfer.config import ModelConfig
@@ -44,8 +43,7 @@ class Attention(nn.Module):
         added = ops.matmul(flat, out.reshape(config.width, -1))
         if config.output_bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros, ("width",))
-            bias: Array = self.param("out_bias", init, (config.width,), self.dtype)
-            added = added + bias
+            added = added + cast(Array, self.param("out_bias", init, (config.width,), self.dtype))
         return added, pages
 
     def _project(self, x: Hidden, ops: Ops) -> tuple[Queries, Keys, Values]:
