@@ -1,0 +1,203 @@
+"""How fast this machine serves a model, each speed beside its roofline bound.
+
+Knows: what to measure and how. The bound uses what JAX reaches on this machine for a large matmul and a large read, at
+the dtype of the weights, not a data sheet; so it says how far the step is from what XLA can do here.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.errors import ConfigError
+from jaxinfer.llm import LLM
+from jaxinfer.output import Output
+from jaxinfer.request import Request, SamplingParams
+from jaxinfer.roofline import Chip, decode_cost, prefill_cost
+from jaxinfer.roofline import bound as roofline
+
+READ_BYTES = 256 * 2**20
+TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One concurrency. Times in milliseconds, rates in tokens/s, intensities in FLOPs a byte.
+
+    prefill_rate: prompt tokens over the time to the last first token. decode_rate: `streams` over the median gap.
+    The decode bound is that of the step halfway through the output.
+    """
+
+    streams: int
+    ttft_p50: float
+    ttft_p99: float
+    tpot: float
+    itl_p50: float
+    itl_p99: float
+    prefill_rate: float
+    prefill_bound: float
+    prefill_limit: str
+    prefill_intensity: float
+    decode_rate: float
+    decode_bound: float
+    decode_limit: str
+    decode_intensity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured, on what, and with which prompt and output lengths (tokens)."""
+
+    model: str
+    dtype: str
+    device: str
+    machine: Chip
+    prompt: int
+    output: int
+    rows: tuple[Row, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; the machine's ridge among it."""
+        return {**asdict(self), "ridge": self.machine.ridge}
+
+
+def bench(
+    llm: LLM, streams: Sequence[int], *, prompt: int, output: int, rows: Callable[[Sequence[int]], Any] = iter
+) -> Report:
+    """Measure each number of streams, after one untimed pass of the first. Raises ConfigError where a run cannot fit.
+
+    `rows` wraps the numbers of streams, for a progress bar.
+    """
+    assembly = llm.assembly
+    _check_fits(llm, streams, prompt, output)
+    dtype = jnp.dtype(str(assembly.engine.dtype))
+    machine = measure_machine(dtype)
+    _run(llm, streams[0], prompt, output)
+    measured = tuple(_row(llm, machine, dtype.itemsize, count, prompt, output) for count in rows(streams))
+    device = jax.devices()[0]
+    return Report(
+        assembly.name, dtype.name, f"{device.platform} {device.device_kind}", machine, prompt, output, measured
+    )
+
+
+def _check_fits(llm: LLM, streams: Sequence[int], prompt: int, output: int) -> None:
+    limits = llm.assembly.runner.limits
+    if prompt + output > limits.context:
+        raise ConfigError(f"prompt {prompt} + output {output} tokens; the context holds {limits.context}")
+    if max(streams) > limits.slots:
+        raise ConfigError(f"{max(streams)} streams; the engine has {limits.slots} slots, raise --slots")
+    pages = max(streams) * -(-(prompt + output) // limits.page_size)
+    if pages > limits.pages:
+        raise ConfigError(f"{max(streams)} streams need {pages} pages; the pool has {limits.pages}, raise --pages")
+
+
+def measure_machine(dtype: jnp.dtype) -> Chip:
+    """The FLOP/s of a square matmul and the bytes/s of the fastest large read or copy: the best of a few tries each."""
+    side = 2_048
+    square = jnp.ones((side, side), dtype)
+    matmul = jax.jit(lambda a, b: jnp.einsum("ik,jk->ij", a, b))
+    flops = 2 * side**3 / _best(lambda: matmul(square, square))
+    rows = READ_BYTES // dtype.itemsize // side
+    matrix, vector = jnp.ones((rows, side), dtype), jnp.ones((1, side), dtype)
+    read = READ_BYTES / _best(lambda: matmul(vector, matrix))
+    add = jax.jit(lambda a: a + 1)
+    copy = 2 * READ_BYTES / _best(lambda: add(matrix))
+    return Chip("this machine", flops, max(read, copy), float("nan"))
+
+
+def _best(work: Callable[[], jax.Array]) -> float:
+    """Seconds of the fastest of TRIES runs, after one that compiles."""
+    work().block_until_ready()
+    times = []
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        work().block_until_ready()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _run(llm: LLM, streams: int, prompt: int, output: int) -> list[Output]:
+    """All streams at once, from empty prefixes: every prompt is new."""
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    vocabulary = range(llm.assembly.vocab_size)
+    prompts = [random.choices(vocabulary, k=prompt) for _ in range(streams)]
+    requests: Iterator[Request] = iter([llm.assembly.request(ids, params) for ids in prompts])
+    jobs = ((None, [request]) for request in requests)
+    with closing(llm.driver.run_in_order(jobs, window=streams)) as results:
+        return [outputs[0] for _, outputs in results if not isinstance(outputs, Exception)]
+
+
+def _row(llm: LLM, machine: Chip, dtype_bytes: int, streams: int, prompt: int, output: int) -> Row:
+    timings = [made.timing for made in _run(llm, streams, prompt, output)]
+    config, chunk = llm.assembly.config, llm.assembly.engine.chunk
+    ttft = sorted(timing.ttft for timing in timings)
+    gaps = sorted(gap for timing in timings for gap in timing.itl)
+    prefills = [prefill_cost(config, min(chunk, prompt - at), dtype_bytes, at) for at in range(0, prompt, chunk)]
+    prefill_seconds = streams * sum(roofline(cost, machine).seconds for cost in prefills)
+    decode = decode_cost(config, [prompt + output // 2] * streams, dtype_bytes)
+    return Row(
+        streams=streams,
+        ttft_p50=1e3 * quantile(ttft, 0.5),
+        ttft_p99=1e3 * quantile(ttft, 0.99),
+        tpot=1e3 * sum(timing.tpot for timing in timings) / streams,
+        itl_p50=1e3 * quantile(gaps, 0.5),
+        itl_p99=1e3 * quantile(gaps, 0.99),
+        prefill_rate=streams * prompt / ttft[-1],
+        prefill_bound=streams * prompt / prefill_seconds,
+        prefill_limit=roofline(prefills[0], machine).limit,
+        prefill_intensity=prefills[0].intensity,
+        decode_rate=streams / quantile(gaps, 0.5),
+        decode_bound=streams / roofline(decode, machine).seconds,
+        decode_limit=roofline(decode, machine).limit,
+        decode_intensity=decode.intensity,
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest entry that at least `share` of the entries do not exceed; `ordered` ascends and is not empty."""
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def table(report: Report) -> str:
+    """The report for people, as Markdown."""
+    machine = report.machine
+    head = (
+        f"{report.model}, {report.dtype}, {report.device}; prompts of {report.prompt} tokens, "
+        f"outputs of {report.output}\n"
+        f"machine: {machine.flops / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s, ridge at "
+        f"{machine.ridge:.1f} FLOP/B\n"
+    )
+    columns = (
+        "streams",
+        "TTFT p50 / p99 ms",
+        "TPOT ms",
+        "ITL p50 / p99 ms",
+        "prefill tok/s",
+        "roof",
+        "decode tok/s",
+        "roof",
+    )
+    lines = [columns, ("--:",) * len(columns), *map(_cells, report.rows)]
+    return head + "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.streams),
+        f"{row.ttft_p50:.0f} / {row.ttft_p99:.0f}",
+        f"{row.tpot:.1f}",
+        f"{row.itl_p50:.1f} / {row.itl_p99:.1f}",
+        f"{row.prefill_rate:.0f}",
+        _roof(row.prefill_rate, row.prefill_bound, row.prefill_limit, row.prefill_intensity),
+        f"{row.decode_rate:.1f}",
+        _roof(row.decode_rate, row.decode_bound, row.decode_limit, row.decode_intensity),
+    )
+
+
+def _roof(rate: float, limit_rate: float, limit: str, intensity: float) -> str:
+    return f"{100 * rate / limit_rate:.0f}% of {limit_rate:.0f} ({limit}, {intensity:.1f} FLOP/B)"

@@ -1,0 +1,59 @@
+"""The `jaxinfer` command: one module a subcommand.
+
+Exit codes: 0 fine, 1 the machine or the engine failed, 2 bad usage or bad input, 3 some lines of a batch failed, 130
+interrupted. Nothing here imports JAX before a command needs it, so `--help` answers at once.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from jaxinfer import __version__
+from jaxinfer.cli import batch, bench, chat, convert, generate, serve
+from jaxinfer.errors import CheckpointError, ConfigError, JaxInferError, RequestError
+
+BAD_INPUT = (RequestError, ConfigError, CheckpointError)
+
+app = typer.Typer(
+    name="jaxinfer",
+    help="Serve decoder-only language models with JAX, on TPU, GPU and CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+for module in (generate, chat, serve, batch, convert, bench):
+    app.command(module.__name__.rpartition(".")[2])(module.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"jaxinfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, `sys.argv` by default. Exits; a JaxInferError becomes one line on stderr."""
+    try:
+        app(arguments)
+    except JaxInferError as error:
+        print(f"jaxinfer: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, BAD_INPUT) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
+        sys.exit(1)

@@ -1,0 +1,73 @@
+"""`jaxinfer convert`: any checkpoint to one that loads straight to its devices."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxinfer.config import DTypeName
+from jaxinfer.errors import CheckpointError
+from jaxinfer.progress import progress_bars
+
+if TYPE_CHECKING:
+    from jaxinfer.checkpoint.load import Checkpoint
+
+
+def command(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A directory, a .gguf file, hf:org/name, or demo.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make.")],
+    *,
+    dtype: Annotated[
+        DTypeName, typer.Option(help="Of the stored weights; float32 loses nothing of any source.")
+    ] = "float32",
+    force: Annotated[bool, typer.Option("--force", help="Replace DST where it is a checkpoint of ours.")] = False,
+) -> None:
+    """Write a checkpoint as Orbax, verified.
+
+    Orbax restores each leaf straight to the devices that will hold it. DST appears when it is complete and was read back equal, not before.
+
+    \b
+    jaxinfer convert demo ./smollm2
+    jaxinfer convert model.gguf ./model --dtype bfloat16
+    jaxinfer convert hf:org/name ./name --force
+    """
+    from jaxinfer.checkpoint.load import load, resolve, save_orbax
+    from jaxinfer.checkpoint.orbax import MANIFEST
+
+    if target.exists() and not force:
+        raise CheckpointError(f"{target} exists; choose another DST, or --force")
+    if target.exists() and not (target / MANIFEST).is_file():
+        raise CheckpointError(f"{target} is no checkpoint of ours, so --force does not replace it; remove it yourself")
+    if target.exists() and target.samefile(resolve(source)):
+        raise CheckpointError(f"{target} is both SRC and DST; choose another DST")
+    draft = target.with_name(f".{target.name}.unverified")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        with progress_bars(sys.stderr.isatty()) as report:
+            checkpoint = load(source, dtype=dtype, progress=report)
+            save_orbax(checkpoint, draft)
+            _check_equal(checkpoint, load(str(draft), dtype=dtype, progress=report))
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    print(f"{target}: {checkpoint.name}, {dtype}, read back equal")
+
+
+def _check_equal(ours: "Checkpoint", stored: "Checkpoint") -> None:
+    """Raise CheckpointError where what was read back is not, byte for byte, what was written."""
+    import numpy as np
+
+    from jaxinfer.checkpoint.fill import flatten
+
+    for name in ("config", "eos_ids", "chat_template", "tokenizer_files"):
+        if getattr(ours, name) != getattr(stored, name):
+            raise CheckpointError(f"{name} was read back different from what was written; the disk may be full or bad")
+    wanted, found = flatten(ours.params), flatten(stored.params)
+    for path, leaf in wanted.items():
+        if np.asarray(leaf).tobytes() != np.asarray(found[path]).tobytes():
+            raise CheckpointError(
+                f"{'/'.join(path)} was read back different from what was written; the disk may be bad"
+            )

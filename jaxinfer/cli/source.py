@@ -1,0 +1,55 @@
+"""Where a command's tokens come from: a model loaded here, or a server.
+
+Knows: how either is opened, and how a finished answer is summed up in one line.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxinfer.cli.flags import DEMO
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import ConfigError
+from jaxinfer.request import FinishReason, Timing, Usage
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+    from jaxinfer_server.client import Client
+
+ServerFlag = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Ask this server instead of loading a model; needs no JAX.")
+]
+
+
+@contextmanager
+def open_source(ref: str, engine: EngineConfig, server: str | None) -> Iterator["LLM | Client"]:
+    """The model `ref` in this process, or the client of `server`; both generate and stream alike.
+
+    Raises ConfigError where flags for a model here come with a server.
+    """
+    if server is None:
+        from jaxinfer.llm import LLM
+
+        yield LLM.load(ref, engine)
+        return
+    if ref != DEMO or engine != EngineConfig():
+        raise ConfigError("--model and the engine's flags belong to the server; with --server, leave them out")
+    from jaxinfer_server.client import Client
+
+    with Client(server) as client:
+        yield client
+
+
+def timing_line(usage: Usage, timings: Sequence[Timing], finish: FinishReason) -> str:
+    """One line for people: tokens, time to the first, time per token after it, and their rate over all of it."""
+    ttft = min(timing.ttft for timing in timings)
+    gaps = [gap for timing in timings for gap in timing.itl]
+    whole = max(timing.ttft + sum(timing.itl) for timing in timings)
+    tpot = f"{1000 * sum(gaps) / len(gaps):.1f} ms" if gaps else "-"
+    rate = usage.completion_tokens / whole if whole > 0 else 0.0
+    return (
+        f"{usage.prompt_tokens} + {usage.completion_tokens} tokens ({usage.cached_tokens} cached) | "
+        f"TTFT {1000 * ttft:.0f} ms | TPOT {tpot} | {rate:.1f} tok/s | {finish.value}"
+    )

@@ -1,0 +1,132 @@
+"""How fast a step could be: the FLOPs it needs, the bytes it must move, and the chip's limits on both.
+
+Roofline model: Williams, Waterman, Patterson, CACM 52(4), 2009. Knows: chips by their data sheets, and a step's cost
+from the configuration alone. Measures nothing and does not import JAX. FLOPs count a multiply and an add as two;
+bytes count weights, keys and values, which no cache holds; activations are left out, since a good program keeps them
+on the chip. So a bound is a lower bound of the time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxinfer.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One device: FLOP/s at the dtype of the weights, bytes/s of its memory, bytes of it."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte from which on a step is bound by compute."""
+        return self.flops / self.bandwidth
+
+
+GIB = 2.0**30
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        # Dense bfloat16 with float32 sums, from the vendors' data sheets.
+        Chip("TPU v4", 275e12, 1_228e9, 32 * GIB),
+        Chip("TPU v5e", 197e12, 819e9, 16 * GIB),
+        Chip("TPU v5p", 459e12, 2_765e9, 95 * GIB),
+        Chip("TPU v6e", 918e12, 1_640e9, 32 * GIB),
+        Chip("TPU7x", 2_307e12, 7_380e9, 192 * GIB),
+        Chip("A100", 312e12, 2_039e9, 80 * GIB),
+        Chip("L4", 121e12, 300e9, 24 * GIB),
+        Chip("H100", 989e12, 3_350e9, 80 * GIB),
+        Chip("H200", 989e12, 4_800e9, 141 * GIB),
+        Chip("B200", 2_250e12, 7_700e9, 180 * GIB),
+    )
+}
+"""By name; the GPUs are the SXM forms where there are several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a step takes. Costs add up."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved."""
+        return self.flops / self.bytes
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The least time of a step, in seconds, and which of the chip's limits sets it."""
+
+    seconds: float
+    limit: Literal["compute", "memory"]
+
+
+def bound(cost: Cost, chip: Chip, devices: int = 1) -> Bound:
+    """The roofline over `devices` equal chips that share the work evenly and talk for free."""
+    compute, memory = cost.flops / chip.flops / devices, cost.bytes / chip.bandwidth / devices
+    return Bound(max(compute, memory), "compute" if compute >= memory else "memory")
+
+
+def block_weights(config: ModelConfig) -> int:
+    """Weights of all decoder blocks that a step multiplies by (norms, one vector each, left out)."""
+    attention = config.width * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    return config.layers * (attention + 3 * config.width * config.mlp_width)
+
+
+def head_weights(config: ModelConfig) -> int:
+    """Weights of the head: the embedding's own where they are tied."""
+    return config.width * config.vocab_size
+
+
+def total_weights(config: ModelConfig) -> int:
+    """All weights that memory must hold."""
+    return block_weights(config) + head_weights(config) * (1 if config.tied_head else 2)
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes of keys and values of one token, over all layers."""
+    return 2 * config.layers * config.kv_heads * config.head_dim * dtype_bytes
+
+
+def decode_cost(config: ModelConfig, lengths: Iterable[int], dtype_bytes: int) -> Cost:
+    """One decode step of one row per entry; each entry counts the keys its query sees, its own included."""
+    cost = Cost(0.0, (block_weights(config) + head_weights(config)) * dtype_bytes)
+    for length in lengths:
+        cost += _row_cost(config, tokens=1, length=length, dtype_bytes=dtype_bytes, sampled=1)
+    return cost
+
+
+def prefill_cost(config: ModelConfig, tokens: int, dtype_bytes: int, start: int = 0) -> Cost:
+    """One prefill call of `tokens` behind `start` that are cached, logits for the last one."""
+    weights = Cost(0.0, (block_weights(config) + head_weights(config)) * dtype_bytes)
+    return weights + _row_cost(config, tokens=tokens, length=start + tokens, dtype_bytes=dtype_bytes, sampled=1)
+
+
+def _row_cost(config: ModelConfig, *, tokens: int, length: int, dtype_bytes: int, sampled: int) -> Cost:
+    """What one row adds to the reading of the weights: its matmuls, its attention, its keys and values."""
+    matmul = 2.0 * (block_weights(config) * tokens + head_weights(config) * sampled)
+    pairs = read = 0
+    for layer in range(config.layers):
+        window = config.window(layer) or length
+        pairs += _visible(length, window) - _visible(length - tokens, window)
+        read += min(length, window + tokens - 1)
+    per_token = 2 * config.kv_heads * config.head_dim * dtype_bytes
+    attention = 4.0 * config.heads * config.head_dim * pairs
+    return Cost(matmul + attention, float(per_token * (read + tokens * config.layers)))
+
+
+def _visible(length: int, window: int) -> int:
+    """Query-key pairs of a causal sequence whose queries see at most `window` keys, their own included."""
+    full = min(length, window)
+    return full * (full + 1) // 2 + (length - full) * window
