@@ -25,7 +25,8 @@ from jaxinfer.scheduler.state import State
 class LoopStats:
     """Gauges of this moment (in sequences and pages) and counters since the start (in tokens and steps).
 
-    free_pages includes cached_pages that nobody owns. prompt_tokens and cached_tokens count first admissions only.
+    cached_pages are those that a prompt could hit: some are in use, the others count as free_pages too. prompt_tokens
+    and cached_tokens count first admissions only.
     """
 
     waiting: int
@@ -41,7 +42,10 @@ class LoopStats:
 
 
 class EngineLoop(Generic[Handle]):
-    """Drives `runner`. `queue` requests may wait; `clock` is the one that arrivals and deadlines are read on."""
+    """Drives `runner`. `queue` requests may wait; `clock` is the one that arrivals and deadlines are read on.
+
+    `prefix_cache` shares full pages between equal prefixes; `deterministic` as in `State`.
+    """
 
     def __init__(
         self,
@@ -49,13 +53,14 @@ class EngineLoop(Generic[Handle]):
         *,
         queue: int,
         prefix_cache: bool,
+        deterministic: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_limits(runner.limits)
         self._runner = runner
         self._queue = queue
         self._clock = clock
-        self._state = State(runner.limits, prefix_cache=prefix_cache)
+        self._state = State(runner.limits, prefix_cache=prefix_cache, deterministic=deterministic)
         self._live: dict[str, Siblings] = {}
         self._in_flight: deque[tuple[Step, Handle]] = deque()
         self._stops: list[tuple[Sequence, FinishReason]] = []
@@ -78,10 +83,10 @@ class EngineLoop(Generic[Handle]):
             raise Unavailable("the engine is draining and takes no new request; send it to another server")
         if request.id in self._live:
             raise RequestError(f"request id {request.id!r} is still running; expected an id that is not in use")
-        check_request(request, self._runner.limits)
+        check_request(request, self._state.limits)
         if self._waiting_requests() >= self._queue:
             raise Overloaded(f"{self._queue} requests are waiting, as many as may; try again later")
-        siblings = siblings_of(request, self._added, self._runner.limits, sharing=self._state.cache.enabled)
+        siblings = siblings_of(request, self._added, self._state.limits, sharing=self._state.cache.enabled)
         self._added += 1
         self._live[request.id] = siblings
         for sequence in siblings.choices:
@@ -217,7 +222,9 @@ class EngineLoop(Generic[Handle]):
             self._end(sequence, FinishReason.ERROR, error=message)
         self._live.clear()
         self._in_flight.clear()
-        self._state = State(self._runner.limits, prefix_cache=self._state.cache.enabled)
+        self._stops.clear()
+        old = self._state
+        self._state = State(old.limits, prefix_cache=old.cache.enabled, deterministic=old.deterministic)
 
     @property
     def broken(self) -> bool:

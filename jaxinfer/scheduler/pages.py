@@ -64,9 +64,10 @@ class PagePool:
     def check(self, held: Mapping[int, int]) -> None:
         """Compare with `held`: how many sequences hold each page. Raises EngineFault where they disagree."""
         for page, owners in enumerate(self._owners):
-            if owners != held.get(page, 0):
+            expected = held.get(page, 0)
+            if owners != expected:
                 raise EngineFault(
-                    f"page {page} counts {owners} owners; expected {held.get(page, 0)}, those that hold it"
+                    f"page {page} counts {owners} owners; expected {expected}, the sequences that hold it"
                 )
             if (owners == 0) != (page in self._free):
                 raise EngineFault(f"page {page} has {owners} owners and is free: {page in self._free}; expected one")

@@ -23,7 +23,12 @@ class Sequence:
         self.siblings = siblings
         self.rank = (-request.priority, number, choice)
         self.tokens = list(request.prompt)
-        self.length_limit = longest(limits)
+        self._page_size = limits.page_size
+        room = longest(limits) - len(request.prompt)
+        self.most_tokens = min(request.params.max_tokens, room)
+        """Output tokens at which the choice ends with LENGTH."""
+        self.final_pages = self.pages_for(len(request.prompt) + self.most_tokens - 1)
+        """Pages it holds at the most; the last token is never written."""
         self.slot: int | None = None
         self.pages: list[int] = []
         self.planned = 0
@@ -36,7 +41,6 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.started: float | None = None
         self.times: list[float] = []
-        self._page_size = limits.page_size
         self._names: list[bytes] = []
         self._rows = tuple(
             RowParams(request.params, request.seed, choice, request.stop_ids, ban_stops=ban) for ban in (False, True)
@@ -50,11 +54,6 @@ class Sequence:
         return len(self.tokens) + self.in_flight - len(self.request.prompt)
 
     @property
-    def most_tokens(self) -> int:
-        """Output tokens at which the choice ends with LENGTH: max_tokens, or what context and pool leave."""
-        return min(self.request.params.max_tokens, self.length_limit - len(self.request.prompt))
-
-    @property
     def prefilling(self) -> bool:
         """True while known tokens remain to be planned."""
         return self.planned < self.prefill_end
@@ -63,11 +62,6 @@ class Sequence:
     def decoding(self) -> bool:
         """True where the next step has a row for it: prefilled, and not at its last token."""
         return not self.prefilling and self.sampled < self.most_tokens
-
-    @property
-    def final_pages(self) -> int:
-        """Pages it holds at the most; the last token is never written."""
-        return self.pages_for(len(self.request.prompt) + self.most_tokens - 1)
 
     def pages_for(self, positions: int) -> int:
         """Pages that `positions` tokens fill."""

@@ -20,10 +20,16 @@ def _rank(sequence: Sequence) -> tuple[int, int, int]:
 
 
 class State:
-    """Both queues stand in rank order: higher priority first, then arrival, then choice."""
+    """Both queues stand in rank order: higher priority first, then arrival, then choice.
 
-    def __init__(self, limits: Limits, *, prefix_cache: bool) -> None:
+    `deterministic` keeps every key and value from depending on the neighbours: a sequence is admitted with a claim on
+    all the pages it can ever need, so that nothing is preempted and computed again by another executable; and only
+    pages of prompts are published, which prefill wrote.
+    """
+
+    def __init__(self, limits: Limits, *, prefix_cache: bool, deterministic: bool = False) -> None:
         self.limits = limits
+        self.deterministic = deterministic
         self.pool = PagePool(limits.pages)
         self.cache = PrefixCache(enabled=prefix_cache)
         self.waiting: list[Sequence] = []
@@ -46,15 +52,21 @@ class State:
         return self.cache.match(sequence.names((len(sequence.tokens) - 1) // self.limits.page_size))
 
     def can_admit(self, sequence: Sequence) -> bool:
-        """True where a slot is free, and pages for its tokens and one more, besides one for each sequence that grows.
-
-        The spare pages keep a prompt from being admitted only to be preempted by its neighbours' next page.
-        """
+        """True where a slot is free, and pages for its known tokens besides what all that run may claim."""
         hits = self.match(sequence)
-        revived = sum(self.pool.is_free(page) for page in hits)
-        fresh = min(sequence.pages_for(len(sequence.tokens) + 1), sequence.final_pages) - len(hits)
-        growing = sum(len(other.pages) < other.final_pages for other in self.running)
-        return bool(self.free_slots) and fresh + revived + growing <= self.pool.free
+        pages = sequence.pages_for(len(sequence.tokens))
+        taken = pages - len(hits) + sum(self.pool.is_free(page) for page in hits)
+        claims = self.claim(sequence, pages) + sum(self.claim(other, len(other.pages)) for other in self.running)
+        return bool(self.free_slots) and taken + claims <= self.pool.free
+
+    def claim(self, sequence: Sequence, held: int) -> int:
+        """Free pages that admission leaves for the growth of a running sequence that holds `held`.
+
+        One of them keeps a prompt from being let in only to be preempted by its neighbours' next page; all of them keep
+        anything from ever being preempted.
+        """
+        growth = sequence.final_pages - held
+        return growth if self.deterministic else min(growth, 1)
 
     def admit(self, sequence: Sequence, now: float) -> None:
         """Move it from waiting to running: a slot, its hits, and pages for every known token."""
@@ -114,13 +126,14 @@ class State:
 
     def publish(self, sequence: Sequence, written: int) -> None:
         """Make its full pages hits, now that its first `written` positions are known to be on the device."""
-        full = written // self.limits.page_size
+        prompt = len(sequence.request.prompt)
+        full = (min(written, prompt) if self.deterministic else written) // self.limits.page_size
         if full > sequence.published and self.cache.enabled:
             names = sequence.names(full)
             for index in range(sequence.published, full):
                 self.cache.publish(names[index], sequence.pages[index])
             sequence.published = full
-        if written >= len(sequence.request.prompt):
+        if written >= prompt:
             sequence.siblings.prompt_published = True
 
     def distrust(self, sequence: Sequence) -> None:

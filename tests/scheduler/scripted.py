@@ -7,7 +7,7 @@ The next token is a function of (all tokens, seed, choice) alone, so a request's
 batching: `solo(request, limits)`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -23,7 +23,9 @@ from jaxinfer.request import (
     Seat,
     StepPlan,
     StepTokens,
+    TokenEvent,
 )
+from jaxinfer.scheduler.loop import EngineLoop
 
 BLANK = -1
 LIMITS = Limits(slots=4, pages=16, page_size=4, context=48, chunk=8, step_tokens=12, vocab_size=23)
@@ -217,3 +219,51 @@ def prompt(length: int, salt: int = 0, vocab_size: int = LIMITS.vocab_size) -> t
 def make_request(name: str, seed: int, tokens: tuple[int, ...], *, params: SamplingParams | None = None, **fields):
     """A request with few words; `seed` must be its own."""
     return Request(id=name, prompt=tokens, params=params or SamplingParams(max_tokens=6), seed=seed, **fields)
+
+
+class Collector:
+    """Gathers what a loop delivers and holds it to the contract of `TokenEvent`: one end, and nothing after it."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], TokenEvent] = {}
+
+    def feed(self, events: Iterable[TokenEvent]) -> None:
+        for event in events:
+            key = event.request_id, event.choice
+            assert key not in self.ends, f"{key} got an event after its end"
+            self.tokens.setdefault(key, []).extend(token.token for token in event.tokens)
+            if event.finish is None:
+                assert event.tokens
+                assert event.usage is event.timing is None
+                continue
+            assert event.usage is not None
+            assert event.timing is not None
+            assert event.usage.completion_tokens == len(self.tokens[key])
+            assert len(event.timing.itl) == max(0, len(self.tokens[key]) - 1)
+            assert (event.finish is FinishReason.ERROR) == bool(event.error)
+            assert event.stop_id == (self.tokens[key][-1] if event.finish is FinishReason.STOP else None)
+            self.ends[key] = event
+
+    def result(self, name: str, choice: int = 0) -> tuple[list[int], FinishReason | None]:
+        return self.tokens[name, choice], self.ends[name, choice].finish
+
+
+def finish_all(loop: EngineLoop, collector: Collector | None = None, most_steps: int = 5_000) -> Collector:
+    """Step until nothing is left, checking every invariant after each step."""
+    collector = collector or Collector()
+    for _ in range(most_steps):
+        if not loop.busy:
+            break
+        collector.feed(loop.step())
+        loop.check()
+    assert not loop.busy, f"still busy after {most_steps} steps"
+    stats = loop.stats()
+    assert (stats.waiting, stats.running, stats.free_pages) == (0, 0, stats.total_pages)
+    return collector
+
+
+def assert_solo(collector: Collector, request: Request, limits: Limits = LIMITS) -> None:
+    """Every choice of `request` got what it gets alone."""
+    for choice in range(request.params.n):
+        assert collector.result(request.id, choice) == solo(request, limits, choice)
