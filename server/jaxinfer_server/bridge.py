@@ -297,16 +297,19 @@ class Bridge:
             stream = self._streams.get(event.request_id)
             if stream is not None:  # else it was given up before this step ended
                 self._feed(stream, event)
+                if stream.ended:
+                    del self._streams[event.request_id]
 
     def _feed(self, stream: DeltaStream, event: TokenEvent) -> None:
-        key = stream.request.id
-        stream.put(tuple(stream.text.feed(event)))
+        try:
+            stream.put(stream.text.feed(event))
+        except Exception as error:  # one request's text must not take the others down
+            _log.exception("the output of a request could not be made into text", exc_info=error)
+            stream.fail(EngineFault("the output could not be made into text"))
         for choice in stream.text.stopped_choices:
-            self._stop(key, choice, FinishReason.STOP)
-        if stream.ended:
-            del self._streams[key]
-            if stream.error is not None:
-                self._stop(key)
+            self._stop(event.request_id, choice, FinishReason.STOP)
+        if stream.error is not None:
+            self._stop(event.request_id)
 
     def _fail_all(self, error: JaxInferError) -> None:
         streams, self._streams = list(self._streams.values()), {}

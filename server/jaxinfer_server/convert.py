@@ -5,6 +5,7 @@ values that nobody knows. Both the service and the client use it.
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -56,11 +57,10 @@ def chat_to_wire(messages: Sequence[Mapping[str, Any]]) -> pb.Chat:
     """Raises RequestError for a key that the wire has no field for, or a value that is no string."""
     chat = pb.Chat()
     for index, message in enumerate(messages):
-        surplus = set(message) - _MESSAGE_KEYS
-        if surplus or not all(isinstance(value, str) for value in message.values()):
+        fit = isinstance(message, Mapping) and set(message) <= _MESSAGE_KEYS
+        if not fit or not all(isinstance(value, str) for value in message.values()):
             raise RequestError(
-                f"message {index} has the fields {sorted(message)}; expected `role`, `content` and perhaps `name`, "
-                "each a string"
+                f"message {index} is {message!r:.80}; expected `role`, `content` and perhaps `name`, each a string"
             )
         chat.messages.add(**message)
     return chat
@@ -84,10 +84,16 @@ def prompt_to_wire(prompt: Prompt, request: pb.GenerateRequest) -> None:
         request.text = prompt
     elif is_chat(prompt):
         request.chat.CopyFrom(chat_to_wire(prompt))  # pyright: ignore[reportArgumentType]
-    elif all(isinstance(token, int) and -(2**63) <= token < 2**63 for token in prompt):
-        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # pyright: ignore[reportArgumentType]
     else:
-        raise RequestError(f"prompt is {prompt!r:.80}; expected text, token ids or chat messages")
+        request.token_ids.CopyFrom(pb.TokenIds(ids=[_whole(token) for token in prompt]))
+
+
+def _whole(token: object) -> int:
+    """A token id as the wire takes it, numpy's integers too; whether it is in the vocabulary is the server's to say."""
+    number = None if isinstance(token, bool) or not hasattr(token, "__index__") else operator.index(token)  # pyright: ignore
+    if number is None or not -(2**63) <= number < 2**63:
+        raise RequestError(f"the prompt holds {token!r:.40}; expected text, token ids or chat messages")
+    return number
 
 
 def prompt_from_wire(request: pb.GenerateRequest) -> Prompt:

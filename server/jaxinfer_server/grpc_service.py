@@ -12,9 +12,11 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 import jaxinfer
 from jaxinfer.assembly import Assembly
@@ -23,7 +25,7 @@ from jaxinfer.output import failure
 from jaxinfer.request import Delta, FinishReason, Request
 from jaxinfer_server.bridge import Bridge, joined
 from jaxinfer_server.convert import chat_from_wire, delta_to_wire, params_from_wire, prompt_from_wire
-from jaxinfer_server.schema import capabilities, check_known, check_request_id
+from jaxinfer_server.schema import capabilities, check_known, check_messages, check_request_id
 from jaxinfer_server.status import status_of
 from jaxinfer_server.v1 import inference_pb2 as pb
 from jaxinfer_server.v1 import inference_pb2_grpc as rpc
@@ -33,6 +35,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _TEXT_THREADS = 2
+_OUR_METHODS = f"/{pb.DESCRIPTOR.services_by_name['Inference'].full_name}/"
 
 
 class InferenceService(rpc.InferenceServicer):
@@ -57,27 +60,27 @@ class InferenceService(rpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """One request's output, as a stream."""
-        await _answered(context, self._generate(request, context))
+        await _answered(context, request, lambda: self._generate(request, context))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a running request by its id."""
-        return await _answered(context, self._abort(request))
+        return await _answered(context, request, lambda: self._abort(request))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Text or messages to ids."""
-        return await _answered(context, self._tokenize(request))
+        return await _answered(context, request, lambda: self._tokenize(request))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Ids to text."""
-        return await _answered(context, self._detokenize(request))
+        return await _answered(context, request, lambda: self._detokenize(request))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is being served."""
-        return await _answered(context, self._model_info(request))
+        return await _answered(context, request, lambda: self._model_info(request))
 
     async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Context) -> pb.GetCapabilitiesResponse:
         """Which request fields are honoured."""
-        return await _answered(context, self._capabilities(request))
+        return await _answered(context, request, lambda: self._capabilities(request))
 
     # ---- Generate ----------------------------------------------------------------------------------------------------
 
@@ -158,10 +161,30 @@ class InferenceService(rpc.InferenceServicer):
         return await asyncio.get_running_loop().run_in_executor(self._text, work)
 
 
-async def _answered(context: Context, work: Awaitable[T]) -> T:
+class DamageInterceptor(grpc.aio.ServerInterceptor):
+    """Hands a message that is no protobuf on as None, which is refused as bad input; gRPC itself answers UNKNOWN."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """Wrap the deserializer of our own methods."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not str(handler_call_details.method).startswith(_OUR_METHODS):
+            return handler
+        return handler._replace(request_deserializer=partial(_parsed, handler.request_deserializer))
+
+
+def _parsed(parse: Callable[[bytes], Message], data: bytes) -> Message | None:
+    try:
+        return parse(data)
+    except DecodeError:
+        return None
+
+
+async def _answered(context: Context, request: Message | None, work: Callable[[], Awaitable[T]]) -> T:
     """The result of `work`, or the call's end with the status of what it raised."""
     try:
-        return await work
+        if request is None:
+            raise RequestError("the request is no message of this method; expected protobuf as the proto file has it")
+        return await work()
     except JaxInferError as error:
         status = status_of(error)
     except Exception as error:
@@ -172,8 +195,9 @@ async def _answered(context: Context, work: Awaitable[T]) -> T:
 
 
 def _request(assembly: Assembly, message: pb.GenerateRequest, deadline: float | None) -> Request:
-    check_known(message)
     check_request_id(message.request_id)
+    check_messages(message.chat)
+    check_known(message)
     if len(message.sampling.logit_bias) > assembly.vocab_size:
         raise BadSamplingParam(f"logit_bias has more entries than there are ids, {assembly.vocab_size}")
     return assembly.request(
@@ -195,6 +219,7 @@ def _tokenized(assembly: Assembly, request: pb.TokenizeRequest) -> list[int]:
         case "chat" if request.HasField("bos"):
             raise RequestError("bos is set beside chat, where the template decides; leave it out")
         case "chat":
+            check_messages(request.chat)
             return list(assembly.tokenize(chat_from_wire(request.chat)))
         case _:
             raise RequestError("input is not set; expected text or chat")

@@ -21,7 +21,7 @@ from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, assemble
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer_server.bridge import Bridge, BridgeLimits
-from jaxinfer_server.grpc_service import InferenceService
+from jaxinfer_server.grpc_service import DamageInterceptor, InferenceService
 from jaxinfer_server.v1 import inference_pb2 as pb
 from jaxinfer_server.v1 import inference_pb2_grpc as rpc
 
@@ -70,7 +70,7 @@ class Server:
 
     async def start(self) -> int:
         """Bind and answer health checks with NOT_SERVING; returns the port. Raises ConfigError where it is taken."""
-        self._server = grpc.aio.server(options=_channel_options(self.options))
+        self._server = grpc.aio.server(interceptors=(DamageInterceptor(),), options=_channel_options(self.options))
         rpc.add_InferenceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # pyright: ignore[reportAttributeAccessIssue]
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
@@ -133,7 +133,7 @@ def serve(
 
     The first signal drains: running requests finish within `options.grace` seconds. A second one ends everything at
     once. `model` is a reference, or a function that makes the Assembly. `say` gets a line when the port is bound, when
-    requests are taken, and when the server drains. Raises CheckpointError or ConfigError where the model cannot be served.
+    requests are taken, and when the server drains. Raises CheckpointError or ConfigError.
     """
     load = partial(assemble, model, engine, progress=progress) if isinstance(model, str) else model
     return asyncio.run(_serve(load, options, say))

@@ -17,6 +17,7 @@ from jaxinfer_server.v1 import inference_pb2 as pb
 
 MAX_REQUEST_ID = 128
 MAX_SALT = 256
+MAX_MESSAGES = 4_096
 
 _INT_MAX = 2**31 - 1
 _BOUNDS: dict[str, tuple[float, float, bool]] = {  # minimum, maximum, whether the minimum itself is refused
@@ -82,13 +83,19 @@ def check_request_id(value: str) -> None:
         raise RequestError(f"request_id has {len(value)} characters; expected at most {MAX_REQUEST_ID}")
 
 
+def check_messages(chat: pb.Chat) -> None:
+    """Raises RequestError where a chat has more messages than any conversation that fits a context."""
+    if len(chat.messages) > MAX_MESSAGES:
+        raise RequestError(f"chat has {len(chat.messages)} messages; expected at most {MAX_MESSAGES}")
+
+
 def capabilities() -> list[pb.Capability]:
     """Every field of GenerateRequest that is honoured (all of them), with default and bounds."""
     found = [
         pb.Capability(field="request_id", maximum=MAX_REQUEST_ID),
         pb.Capability(field="text", minimum=1),
         pb.Capability(field="token_ids", minimum=1),
-        pb.Capability(field="chat", minimum=1),
+        pb.Capability(field="chat", minimum=1, maximum=MAX_MESSAGES),
         pb.Capability(field="cache_salt", maximum=MAX_SALT, default_json='""'),
         pb.Capability(field="priority", minimum=-(2**31), maximum=_INT_MAX, default_json="0"),
         pb.Capability(field="delivery", default_json='"DELIVERY_STREAM"'),

@@ -1,0 +1,450 @@
+"""The gRPC door over the real bridge and loop, with a model whose answers the test decides."""
+
+import math
+import threading
+from itertools import islice
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from jaxinfer.errors import (
+    BadSamplingParam,
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    Unavailable,
+)
+from jaxinfer.request import FinishReason, SamplingParams
+from jaxinfer_server.v1 import inference_pb2 as pb
+from jaxinfer_server.v1 import inference_pb2_grpc as rpc
+
+ENDLESS = SamplingParams(max_tokens=4000, seed=0)
+
+
+@pytest.fixture
+def channel(scripted):
+    with grpc.insecure_channel(scripted.target) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel):
+    return rpc.InferenceStub(channel)
+
+
+def events(call):
+    """Every response of a call, by the name of its event."""
+    return [(response.WhichOneof("event"), response) for response in call]
+
+
+def refusal(call):
+    """The error of a call that must fail."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    return caught.value
+
+
+# ---- the stream ------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_one_accepted_then_chunks_then_one_complete_a_choice(stub):
+    request = pb.GenerateRequest(text="letters", sampling=pb.SamplingParams(max_tokens=9, n=5, seed=3))
+    found = events(stub.Generate(request))
+    kinds = [kind for kind, _ in found]
+    assert kinds[0] == "accepted"
+    assert kinds.count("accepted") == 1
+    assert kinds.count("complete") == 5
+    ended = set()
+    for kind, response in found[1:]:
+        choice = getattr(response, kind).choice
+        assert choice not in ended, "output after the end of its choice"
+        if kind == "complete":
+            ended.add(choice)
+    assert ended == set(range(5))
+
+
+def test_accepted_says_id_prompt_and_seed(stub):
+    sampling = pb.SamplingParams(max_tokens=1, seed=77)
+    request = pb.GenerateRequest(request_id="mine", text="ab", sampling=sampling, return_prompt_ids=True)
+    accepted = events(stub.Generate(request))[0][1].accepted
+    assert (accepted.request_id, accepted.prompt_tokens, accepted.seed) == ("mine", 2, 77)
+    assert list(accepted.prompt_token_ids) == [97, 98]
+
+
+def test_the_seed_that_accepted_returns_gives_the_same_text(client, stub):
+    unseeded = pb.GenerateRequest(text="letters", sampling=pb.SamplingParams(max_tokens=20))
+    found = events(stub.Generate(unseeded))
+    text = "".join(response.chunk.text for kind, response in found if kind == "chunk")
+    seed = found[0][1].accepted.seed
+    assert client.generate("letters", SamplingParams(max_tokens=20, seed=seed))[0].text == text
+
+
+@pytest.mark.parametrize("text", ["hello", "🙂é한", "안녕하세요 세계 🙂🙂", "a b  c", " leading", "\n\n"])
+def test_streamed_text_equals_whole_text(client, text):
+    streamed = list(client.stream(f"say:{text}"))
+    assert "".join(delta.text for delta in streamed) == text
+    assert all("�" not in delta.text for delta in streamed)
+    (whole,) = client.generate(f"say:{text}")
+    assert whole.text == text
+    assert whole.token_ids == tuple(token for delta in streamed for token in delta.token_ids)
+    assert whole.finish is FinishReason.STOP
+
+
+@pytest.mark.parametrize("stop", ["lo w", "o", "world", "h"])
+def test_nothing_of_a_stop_string_is_sent(client, stop):
+    params = SamplingParams(stop=(stop,))
+    streamed = list(client.stream("say:hello world", params))
+    expected = "hello world".split(stop)[0]
+    assert "".join(delta.text for delta in streamed) == expected
+    assert [delta.finish for delta in streamed if delta.finish] == [FinishReason.STOP]
+    assert streamed[-1].stop_reason == stop
+    (whole,) = client.generate("say:hello world", params)
+    assert (whole.text, whole.finish, whole.stop_reason) == (expected, FinishReason.STOP, stop)
+
+
+def test_a_stop_id_is_named_and_an_end_of_text_is_not(client):
+    (stopped,) = client.generate("say:hello", SamplingParams(stop_token_ids=(ord("l"),)))
+    assert (stopped.finish, stopped.stop_reason) == (FinishReason.STOP, ord("l"))
+    (ended,) = client.generate("say:hello")
+    assert (ended.finish, ended.stop_reason) == (FinishReason.STOP, None)
+
+
+def test_whole_delivery_is_one_chunk_a_choice(stub):
+    sampling = pb.SamplingParams(max_tokens=30, n=3, seed=1, logprobs=2)
+    request = pb.GenerateRequest(text="letters", sampling=sampling, delivery=pb.DELIVERY_WHOLE)
+    chunks = [response.chunk for kind, response in events(stub.Generate(request)) if kind == "chunk"]
+    assert sorted(chunk.choice for chunk in chunks) == [0, 1, 2]
+    assert all(len(chunk.token_ids) == len(chunk.logprobs) == 30 for chunk in chunks)
+
+
+def test_logprobs_come_one_a_token_with_the_alternatives(client):
+    (out,) = client.generate("say:hello", SamplingParams(logprobs=3))
+    assert [entry.token for entry in out.logprobs] == list(out.token_ids)
+    assert all(entry.logprob == -0.5 and len(entry.top) == 3 for entry in out.logprobs)
+    assert b"".join(entry.bytes for entry in out.logprobs).startswith(b"hello")
+
+
+def test_usage_and_timing_add_up(stub):
+    request = pb.GenerateRequest(text="letters", sampling=pb.SamplingParams(max_tokens=12, seed=0))
+    complete = events(stub.Generate(request))[-1][1].complete
+    assert complete.finish_reason == pb.FINISH_REASON_LENGTH
+    assert (complete.usage.prompt_tokens, complete.usage.completion_tokens) == (7, 12)
+    timing = complete.timing
+    assert 0 <= timing.queue_s <= timing.ttft_s
+    assert timing.itl.count == len(timing.itl_s) == 11
+    assert math.isclose(timing.itl.mean_s, sum(timing.itl_s) / 11, rel_tol=1e-5)
+    assert min(timing.itl_s) <= timing.itl.p50_s <= timing.itl.p99_s
+    assert math.isclose(timing.itl.p99_s, max(timing.itl_s), rel_tol=1e-5)
+
+
+def test_chat_and_ids_and_text_are_three_doors_to_one_request(client):
+    prompts = [
+        "say:same",
+        list(b"say:same"),
+        [{"role": "system", "content": "say:"}, {"role": "user", "content": "same"}],
+    ]
+    outputs = client.generate(prompts)
+    assert len({(out.prompt_token_ids, out.token_ids, out.text) for out in outputs}) == 1
+
+
+def test_concurrent_streams_of_mixed_parameters_equal_their_solo_runs(client):
+    each = [
+        SamplingParams(max_tokens=5 + 3 * i, seed=i, n=1 + i % 3, stop=("xyz",) if i % 4 == 0 else ())
+        for i in range(32)
+    ]
+    prompts = [f"prompt {'x' * (i * 5)}" for i in range(32)]
+    together = client.generate(prompts, each, concurrency=32)
+    for prompt, params, out in zip(prompts, each, together, strict=True):
+        (alone,) = client.generate(prompt, params)
+        assert [choice.text for choice in alone.choices] == [choice.text for choice in out.choices]
+        assert [choice.token_ids for choice in alone.choices] == [choice.token_ids for choice in out.choices]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+BAD_SAMPLING = {
+    "max_tokens": [0, -1, 2**31, 2**63 - 1],
+    "min_tokens": [-1, 257],
+    "temperature": [-0.1, 100.5, math.nan, math.inf],
+    "top_k": [-1, 2**31],
+    "top_p": [0.0, -1.0, 1.5, math.nan],
+    "min_p": [-0.1, 1.1, math.nan],
+    "repetition_penalty": [0.0, -1.0, 101.0, math.nan],
+    "presence_penalty": [-101.0, 101.0, math.inf],
+    "frequency_penalty": [-101.0, 101.0, -math.inf],
+    "seed": [-1, -(2**63)],
+    "n": [0, -1, 65, 2**40],
+    "stop": [[""], ["x"] * 17, ["x" * 257]],
+    "stop_token_ids": [[-1], [257], [2**31], [2**32 + 5], [2**63 - 1], [1] * 9],
+    "logprobs": [-1, 21],
+    "logit_bias": [{-1: 1.0}, {257: 1.0}, {2**32 + 5: 1.0}, {0: math.nan}, {0: 101.0}, dict.fromkeys(range(300), 1.0)],
+}
+
+
+def test_every_sampling_field_has_bad_values_here():
+    bounded = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields} - {"ignore_eos"}
+    assert bounded == set(BAD_SAMPLING)
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD_SAMPLING.items() for v in values], ids=str)
+def test_a_bad_sampling_field_is_refused_by_name(stub, field, value):
+    error = refusal(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**{field: value}))))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in error.details()
+
+
+@pytest.mark.parametrize(
+    ("request_", "names"),
+    [
+        (pb.GenerateRequest(), "input"),
+        (pb.GenerateRequest(text=""), "empty"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds()), "empty"),
+        (pb.GenerateRequest(chat=pb.Chat()), "messages"),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()] * 4097)), "4097"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[257])), "257"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[-1])), "-1"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 + 5])), str(2**32 + 5)),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**63 - 1])), str(2**63 - 1)),
+        (pb.GenerateRequest(text="x", priority=2**31), "priority"),
+        (pb.GenerateRequest(text="x", request_id="i" * 129), "request_id"),
+        (pb.GenerateRequest(text="x", cache_salt="s" * 257), "cache_salt"),
+        (pb.GenerateRequest(text="x", delivery=9), "delivery is 9"),  # pyright: ignore[reportArgumentType]
+    ],
+    ids=str,
+)
+def test_a_bad_request_is_refused_by_name(stub, request_, names):
+    error = refusal(stub.Generate(request_))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert names in error.details()
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(client):
+    with pytest.raises(PromptTooLong, match=r"4096.*4096"):
+        client.generate("x" * 4096)
+    assert client.generate("x" * 4095, SamplingParams(max_tokens=5))[0].finish is FinishReason.LENGTH
+
+
+def test_errors_come_back_as_the_exceptions_they_were(client):
+    with pytest.raises(BadSamplingParam, match="stop_token_ids"):
+        client.generate("x", SamplingParams(stop_token_ids=(300,)))
+    with pytest.raises(RequestError, match="empty"):
+        list(client.stream(""))
+
+
+def test_a_huge_message_is_refused_and_the_next_is_served(client, stub):
+    error = refusal(stub.Generate(pb.GenerateRequest(text="x" * 5_000_000)))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(PromptTooLong):
+        client.generate("x" * 4_000_000)
+    assert client.generate("say:alive")[0].text == "alive"
+
+
+def test_huge_metadata_is_refused_and_the_next_is_served(client, stub):
+    error = refusal(stub.Generate(pb.GenerateRequest(text="x"), metadata=(("x-big", "y" * 40_000),)))
+    assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
+    assert client.generate("say:alive")[0].text == "alive"
+
+
+def test_a_message_that_is_no_protobuf_is_refused_and_the_next_is_served(channel, client):
+    for method in ("Generate", "Tokenize", "GetModelInfo"):
+        error = refusal(channel.unary_stream(f"/jaxinfer.v1.Inference/{method}")(b"\xff\xff\xff\xff"))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert client.generate("say:alive")[0].text == "alive"
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "where"),
+    [
+        ("Generate", pb.GenerateRequest(text="x").SerializeToString() + b"\xf8\x3f\x01", "GenerateRequest"),
+        ("Generate", b"\x12\x01x\x2a\x03\xf8\x3f\x01", "sampling"),
+        ("Generate", b"\x22\x08\x0a\x06\x12\x01x\xf8\x3f\x01", "chat.messages"),
+        ("Abort", b"\x0a\x01x\xf8\x3f\x01", "AbortRequest"),
+        ("Tokenize", b"\x0a\x01x\xf8\x3f\x01", "TokenizeRequest"),
+        ("Detokenize", b"\xf8\x3f\x01", "DetokenizeRequest"),
+        ("GetModelInfo", b"\xf8\x3f\x01", "GetModelInfoRequest"),
+        ("GetCapabilities", b"\xf8\x3f\x01", "GetCapabilitiesRequest"),
+    ],
+)
+def test_a_field_of_a_newer_client_is_refused_and_never_dropped(channel, method, body, where):
+    raw = channel.unary_stream(f"/jaxinfer.v1.Inference/{method}")
+    error = refusal(raw(body))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "1023" in error.details()
+    assert where in error.details()
+
+
+def test_a_full_queue_says_when_to_come_back(doubles, serving):
+    assembly = doubles.scripted_assembly(slots=1, queue=1)
+    gate = threading.Event()
+    assembly.runner.before_step = gate.wait
+    served = serving(assembly)
+    with grpc.insecure_channel(served.target) as channel, served.client() as client:
+        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=4000))
+        calls = []
+        for count in (1, 2):
+            calls.append(rpc.InferenceStub(channel).Generate(request))
+            served.wait_for(lambda count=count: served.server.bridge.open_streams == count)
+        with pytest.raises(Overloaded) as caught:
+            list(client.stream("x", ENDLESS))
+        assert caught.value.retry_after > 0
+        gate.set()
+        for call in calls:
+            call.cancel()
+    assert served.wait_idle().free_pages == 1024
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_abort_by_id_ends_every_choice_and_then_the_call(scripted, stub, client):
+    sampling = pb.SamplingParams(max_tokens=4000, n=3, seed=0)
+    call = stub.Generate(pb.GenerateRequest(request_id="target", text="x", sampling=sampling))
+    next(call)
+    assert client.abort("target")
+    ends = []
+    error = refusal(ends.append(r.complete) for r in call if r.HasField("complete"))
+    assert error.code() is grpc.StatusCode.CANCELLED
+    assert sorted(end.choice for end in ends) == [0, 1, 2]
+    assert {end.finish_reason for end in ends} == {pb.FINISH_REASON_CANCELLED}
+    assert scripted.wait_idle().free_pages == 1024
+
+
+def test_abort_of_an_unknown_request_says_so(client, stub):
+    assert client.abort("nobody") is False
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Abort(pb.AbortRequest())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_the_client_raises_cancelled_when_another_aborts(client):
+    deltas = client.stream("x", ENDLESS, request_id="mine")
+    next(deltas)
+    assert client.abort("mine")
+    with pytest.raises(Cancelled):
+        list(deltas)
+
+
+def test_a_dropped_iterator_frees_its_pages(scripted, client):
+    deltas = client.stream("x", ENDLESS)
+    assert len(list(islice(deltas, 2))) == 2
+    deltas.close()
+    assert scripted.wait_idle().free_pages == 1024
+
+
+def test_a_closed_channel_frees_its_pages(scripted):
+    with scripted.client() as client:
+        deltas = client.stream("x", ENDLESS)
+        next(deltas)
+    assert scripted.wait_idle().free_pages == 1024
+
+
+def test_the_callers_deadline_reaches_the_engine(doubles, serving):
+    served = serving(doubles.paced_assembly(0.01))
+    with served.client() as client, pytest.raises(DeadlineExceeded):
+        list(client.stream("x", ENDLESS, timeout=0.3))
+    assert served.wait_idle().free_pages == 1024
+
+
+def test_the_servers_own_limit_on_time_ends_a_request(doubles, serving):
+    served = serving(doubles.paced_assembly(0.01), longest=0.3)
+    with served.client() as client, pytest.raises(DeadlineExceeded):
+        list(client.stream("x", ENDLESS))
+    assert served.wait_idle().free_pages == 1024
+
+
+def test_an_engine_that_broke_answers_everybody_and_readiness_fails(doubles, serving, caplog):
+    assembly = doubles.scripted_assembly()
+    gate, broken = threading.Event(), RuntimeError("/secret/path is gone")
+
+    def before_step():
+        gate.wait()
+        raise broken
+
+    assembly.runner.before_step = before_step
+    served = serving(assembly)
+    with served.client() as client:
+        client.wait_until_ready(10)
+        failures = []
+
+        def run():
+            with pytest.raises(EngineFault) as caught:
+                list(client.stream("x", ENDLESS))
+            failures.append(str(caught.value))
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        served.wait_for(lambda: served.server.bridge.open_streams == 4)
+        gate.set()
+        for thread in threads:
+            thread.join(10)
+        assert len(failures) == 4
+        assert not any("secret" in text or "Traceback" in text for text in failures)
+        with pytest.raises(Unavailable):
+            client.generate("x")
+        served.wait_for(lambda: not client.ready())
+        assert client.model_info().name == "scripted"  # the process is alive and says so
+    assert "secret" in caplog.text
+
+
+def test_a_reader_that_stops_reading_is_cut_off_and_slows_nobody(doubles, serving):
+    served = serving(doubles.scripted_assembly(context=60_000, pages=4096))
+    narrow = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+    params = SamplingParams(max_tokens=50_000, seed=0, logprobs=20)
+    with served.client(options=narrow) as slow, served.client() as quick:
+        stuck = slow.stream("x", params)
+        next(stuck)
+        assert quick.generate("say:quick")[0].text == "quick"
+        assert served.wait_idle().free_pages == 4096  # cut off without a word from its reader
+        with pytest.raises(Overloaded, match="behind"):
+            list(stuck)
+
+
+# ---- the rest of the service -----------------------------------------------------------------------------------------
+
+
+def test_tokenize_and_detokenize_are_a_round_trip(client):
+    ids = client.tokenize("héllo 🙂")
+    assert client.detokenize(ids) == "héllo 🙂"
+    assert client.tokenize([{"role": "user", "content": "ab"}]) == [97, 98]
+    assert client.detokenize([97, 256]) == "a"
+    assert client.detokenize([97, 256], skip_special=False) == "a<eos>"
+
+
+@pytest.mark.parametrize("token", [-1, 257, 2**32 + 5])
+def test_detokenize_refuses_ids_out_of_the_vocabulary(client, token):
+    with pytest.raises(RequestError, match=str(token)):
+        client.detokenize([token])
+
+
+def test_tokenize_refuses_what_it_cannot_honour(stub):
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")])
+    for request in (pb.TokenizeRequest(), pb.TokenizeRequest(chat=chat, bos=True)):
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Tokenize(request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_model_info_says_what_is_served(client):
+    info = client.model_info()
+    assert (info.name, info.family, info.vocab_size, info.context) == ("scripted", "scripted", 257, 4096)
+    assert list(info.eos_token_ids) == [256]
+    assert not info.HasField("bos_token_id")
+    assert (info.chat, info.slots, info.pages, info.page_size) == (True, 8, 1024, 16)
+
+
+def test_reflection_lists_the_services(channel):
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    (answer,) = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"jaxinfer.v1.Inference", "grpc.health.v1.Health"} <= names
+
+
+def test_only_the_engine_thread_calls_the_runner(scripted, client):
+    client.generate(["say:a", "say:b"])
+    assert len(scripted.runner.threads) == 1
+    assert threading.get_ident() not in scripted.runner.threads
