@@ -9,6 +9,7 @@ same every time on one machine.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +31,6 @@ from jaxinfer.model.transformer import Transformer, init_params
 from jaxinfer.text.tokenizer import from_sentencepiece
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "tiny"
-VOCABULARY = 448  # 3 control tokens, 256 bytes, and pieces of the text
 LAST_STEP = 1_500
 MARGIN = 5.0  # of the right token's logit over the runner-up: far above what another kernel's rounding moves
 
@@ -65,14 +65,14 @@ class TrainingOps:
         return jnp.tensordot(x, weight, axes=(-1, -1))
 
 
-def train_tokenizer(text: str) -> bytes:
+def train_tokenizer(text: str, vocabulary: int = 448) -> bytes:
     """A SentencePiece model that spells what it does not know in bytes and leaves every space where it was."""
     model = BytesIO()
     sentencepiece.SentencePieceTrainer.train(  # type: ignore[attr-defined]
         sentence_iterator=iter(text.splitlines()),
         model_writer=model,
         model_type="bpe",
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,  # 3 control tokens, 256 bytes, and pieces of the text
         character_coverage=0.98,  # rare characters stay bytes: they must stream without breaking
         byte_fallback=True,
         normalization_rule_name="identity",
@@ -135,7 +135,7 @@ class Trainer:
         return mean, jnp.min(right - wrong)
 
     def step(self, params: Any, state: Any) -> tuple[Any, Any, Array, Array]:
-        """Parameters and optimizer state after one update. DONATES both."""
+        """Parameters and optimizer state after one update, loss and margin before it. DONATES the state."""
         (loss, margin), gradients = jax.value_and_grad(self.loss, has_aux=True)(params)
         updates, state = self.optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss, margin
@@ -145,12 +145,12 @@ def train(config: ModelConfig, tokens: Tokens, seed: int) -> Any:
     """Parameters that recite `tokens` greedily with a margin of MARGIN. Raises RuntimeError where they never do."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 4e-3, 50, LAST_STEP, 1e-4)
     trainer = Trainer(config, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01)), tokens)
-    step: Callable[..., Any] = jax.jit(trainer.step, donate_argnums=(0, 1))
-    params = init_params(config, jnp.float32, jax.random.key(seed))
-    state = trainer.optimizer.init(params)
+    step: Callable[..., Any] = jax.jit(trainer.step, donate_argnums=1)
+    params = jax.jit(partial(init_params, config, jnp.float32))(jax.random.key(seed))
+    state = jax.jit(trainer.optimizer.init)(params)
     with tqdm(range(LAST_STEP), desc="training") as bar:
         for count in bar:
-            measured = jax.tree.map(jnp.copy, params)
+            measured = params
             params, state, loss, margin = step(params, state)
             bar.set_postfix(loss=f"{loss:.4f}", margin=f"{margin:.2f}")
             if margin >= MARGIN:
@@ -163,12 +163,13 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint; must not exist.")] = DATA / "model",
     text: Annotated[Path, typer.Option(help="What to recite.")] = DATA / "text.txt",
     seed: Annotated[int, typer.Option(help="Of the first parameters.")] = 0,
+    vocabulary: Annotated[int, typer.Option(help="Words of the tokenizer.")] = 448,
 ) -> None:
     """Train the tests' checkpoint and save it with Orbax."""
     words = text.read_text().strip()
     with TemporaryDirectory() as folder:
         tokenizer_file = Path(folder) / "tokenizer.model"
-        tokenizer_file.write_bytes(train_tokenizer(words))
+        tokenizer_file.write_bytes(train_tokenizer(words, vocabulary))
         tokenizer = from_sentencepiece(tokenizer_file)
         ids = [*tokenizer.encode(words), *tokenizer.eos_ids]
         print(f"{len(words)} characters are {len(ids)} tokens of {tokenizer.vocab_size}")
