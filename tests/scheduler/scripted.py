@@ -242,7 +242,8 @@ class Collector:
             assert event.usage.completion_tokens == len(self.tokens[key])
             assert len(event.timing.itl) == max(0, len(self.tokens[key]) - 1)
             assert (event.finish is FinishReason.ERROR) == bool(event.error)
-            assert event.stop_id == (self.tokens[key][-1] if event.finish is FinishReason.STOP else None)
+            if event.stop_id is not None:  # None too where the driver stopped it, at a stop string
+                assert (event.finish, event.stop_id) == (FinishReason.STOP, self.tokens[key][-1])
             self.ends[key] = event
 
     def result(self, name: str, choice: int = 0) -> tuple[list[int], FinishReason | None]:
@@ -266,4 +267,6 @@ def finish_all(loop: EngineLoop, collector: Collector | None = None, most_steps:
 def assert_solo(collector: Collector, request: Request, limits: Limits = LIMITS) -> None:
     """Every choice of `request` got what it gets alone."""
     for choice in range(request.params.n):
-        assert collector.result(request.id, choice) == solo(request, limits, choice)
+        result = collector.result(request.id, choice)
+        assert result == solo(request, limits, choice)
+        assert (result[1] is FinishReason.STOP) == (collector.ends[request.id, choice].stop_id is not None)
