@@ -24,8 +24,8 @@ from jaxinfer.request import MAX_LOGPROBS
 BLOCK = 256
 """Tokens that the draw sums up before it looks at single ones."""
 
-Packed = Int32[Array, "s 2+2*x"]
-"""Token (-1: broken), its log-probability's bits, x best ids, the bits of their log-probabilities."""
+Packed = Int32[Array, "s packed"]
+"""2 + 2x columns: token (-1: broken), its log-probability's bits, x best ids, their log-probabilities' bits."""
 
 
 class SampleRows(NamedTuple):
@@ -213,14 +213,14 @@ def invert_cdf(weights: Float32[Array, "s v"], uniform: RowFloat) -> RowInt:
 # ---- log-probabilities -----------------------------------------------------------------------------------------------
 
 
-def _logprobs(logits: Logits, token: RowInt, rows: SampleRows) -> Int32[Array, "s 1+2*x"]:
+def _logprobs(logits: Logits, token: RowInt, rows: SampleRows) -> Int32[Array, "s bits"]:
     """Log-softmax of the raw logits: of the token, and the MAX_LOGPROBS best (ids -1 where the vocabulary ends)."""
     best = min(MAX_LOGPROBS, logits.shape[1])
 
     def bits(x: Float32[Array, "s n"]) -> Int32[Array, "s n"]:
         return lax.bitcast_convert_type(x, jnp.int32)
 
-    def apply() -> Int32[Array, "s 1+2*x"]:
+    def apply() -> Int32[Array, "s bits"]:
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         chosen = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=1) - total
         values, ids = lax.top_k(logits, best)
