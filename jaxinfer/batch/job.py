@@ -5,9 +5,10 @@ per slot are held at once, so a file of a million lines needs no more memory tha
 """
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from jaxinfer.batch.journal import Journal, Sink
+from jaxinfer.batch.journal import Journal, Pipe, Sink
 from jaxinfer.batch.lines import Ask, parse_line, read_lines
 from jaxinfer.batch.records import Record, answer, refusal
 from jaxinfer.errors import RequestError
@@ -60,6 +61,25 @@ def run_file(
             if sink.done == total:
                 return Summary(sink.done, sink.failed)
             return run(load(), file, sink, defaults, names={ref, Path(ref).stem}, total=total, progress=progress)
+
+
+def run_pipe(
+    load: Callable[[], LLM],
+    ref: str,
+    source: Path,
+    target: Path,
+    defaults: SamplingParams,
+    *,
+    overwrite: bool,
+    progress: bool,
+) -> Summary:
+    """As `run_file`, where `-` is standard input or output; such a job cannot go on after a crash."""
+    if target.exists() and not overwrite:
+        raise RequestError(f"{target} exists, and a job that reads a pipe cannot go on; --overwrite it")
+    with ExitStack() as files:
+        file = sys.stdin.buffer if str(source) == "-" else files.enter_context(_open(source))
+        out = sys.stdout.buffer if str(target) == "-" else files.enter_context(target.open("wb"))
+        return run(load(), file, Pipe(out), defaults, names={ref, Path(ref).stem}, progress=progress)
 
 
 def _open(source: Path) -> BinaryIO:

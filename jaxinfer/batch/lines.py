@@ -7,11 +7,13 @@ field is refused by name. Does not know the model: ids and lengths are checked w
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn
 
-from jaxinfer.assembly import Prompt
 from jaxinfer.errors import RequestError
 from jaxinfer.request import SamplingParams
+
+if TYPE_CHECKING:  # a client of a server formats records too, and needs no JAX for it
+    from jaxinfer.assembly import Prompt
 
 MAX_LINE_BYTES = 16 * 2**20
 BOM = b"\xef\xbb\xbf"
@@ -43,7 +45,7 @@ class Ask:
     id: Any
     form: Form
     openai: bool = False
-    prompts: tuple[Prompt, ...] = ()
+    prompts: tuple["Prompt", ...] = ()
     params: SamplingParams = DEFAULT_PARAMS
     error: str = ""
 
@@ -134,13 +136,13 @@ def _openai(record: dict[str, Any], blank: Ask, defaults: SamplingParams, is_mod
     return replace(blank, prompts=prompts, params=_params(body, defaults))
 
 
-def _messages(value: Any) -> Prompt:
+def _messages(value: Any) -> "Prompt":
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise RequestError(f"messages is {value!r:.40}; expected a list of objects with role and content")
     return value
 
 
-def _prompts(value: Any) -> tuple[Prompt, ...]:
+def _prompts(value: Any) -> "tuple[Prompt, ...]":
     """OpenAI's four kinds of prompt: text, texts, ids, lists of ids."""
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
         return (value,)

@@ -26,7 +26,8 @@ def command(
 ) -> None:
     """Write a checkpoint as Orbax, verified.
 
-    Orbax restores each leaf straight to the devices that will hold it. DST appears when it is complete and was read back equal, not before.
+    Orbax restores each leaf straight to the devices that will hold it. DST appears when it is complete and was read
+    back equal, not before.
 
     \b
     jaxinfer convert demo ./smollm2
