@@ -225,7 +225,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One chosen token. `logprob` and `top` (id, log-probability; best first) are None and () unless asked for."""
+    """One chosen token. `logprob` and `top` (id, log-probability; best first) are None and () unless asked for.
+
+    A token of -1 says that the row's logits were no numbers: the scheduler ends that choice with ERROR. No other row of
+    the step is touched by it.
+    """
 
     token: int
     logprob: float | None = None

@@ -1,0 +1,88 @@
+"""Two devices give the tokens of one; what cannot be split is refused. (`tests/conftest.py` forces four devices.)"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxinfer.config import MeshConfig
+from jaxinfer.engine.sharding import make_mesh, pages_sharding, param_shardings
+from jaxinfer.errors import ConfigError
+from jaxinfer.model.transformer import abstract_params
+from jaxinfer.request import SamplingParams, StepPlan
+
+from .driver import ENGINE, GREEDY, MODEL, Seq, generate, ids, make_runner, prompt, run
+
+TWO = MeshConfig(tensor=2)
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return make_runner(replace(ENGINE, mesh=TWO))
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(temperature=0.9, top_p=0.9, top_k=40, presence_penalty=0.5, logprobs=20)]
+)
+def test_two_devices_equal_one(runner, sharded, params):
+    one = generate(runner, [Seq(prompt(20, i), i, params) for i in range(3)], 8)
+    two = generate(sharded, [Seq(prompt(20, i), i, params) for i in range(3)], 8)
+    for expected, got in zip(one, two, strict=True):
+        assert ids(got) == ids(expected)
+        np.testing.assert_allclose([t.logprob for t in got], [t.logprob for t in expected], atol=1e-4)
+
+
+def test_the_state_keeps_its_sharding_and_is_donated(sharded):
+    """An output that came back in another sharding could not take its input's memory."""
+    sequence = Seq(prompt(9), 0, SamplingParams(presence_penalty=1.0))
+    before = sharded._state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, before)
+    run(sharded, StepPlan(seats=(sequence.seat(),), prefills=(sequence.chunk(),)))
+    run(sharded, StepPlan(decodes=(sequence.decode(),)))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    after = jax.tree.map(
+        lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim), sharded._state, shardings
+    )
+    assert all(jax.tree.leaves(after))
+
+
+def test_pages_and_weights_lie_half_on_each_device(sharded):
+    for leaf in (sharded._state.pages[0], sharded._params["block_0"]["attention"]["qkv"]):
+        assert len(leaf.addressable_shards) == 2
+        assert all(shard.data.size * 2 == leaf.size for shard in leaf.addressable_shards)
+
+
+def test_axes_are_auto():
+    """jax.make_mesh's default is Explicit, and there the scatter into the pool fails."""
+    assert make_mesh(TWO).axis_types == (AxisType.Auto,)
+
+
+def test_param_shardings_follow_the_logical_axes():
+    specs = jax.tree.map(lambda sharding: sharding.spec, param_shardings(MODEL, make_mesh(TWO)))
+    assert jax.tree.structure(specs) == jax.tree.structure(abstract_params(MODEL, jnp.float32))
+    assert specs["embedding"] == PartitionSpec("tensor", None)
+    assert specs["block_1"]["mlp"]["gate_up"] == PartitionSpec(None, "tensor", None)
+    assert specs["block_1"]["mlp"]["down"] == PartitionSpec(None, "tensor")
+    assert specs["block_0"]["attention"]["qkv"] == PartitionSpec("tensor", None, None, None)
+    assert specs["final_norm"] == PartitionSpec(None)
+    assert pages_sharding(make_mesh(TWO)).spec == PartitionSpec(None, None, "tensor")
+
+
+def test_a_vocabulary_that_does_not_divide_is_replicated():
+    specs = param_shardings(replace(MODEL, vocab_size=301), make_mesh(TWO))
+    assert specs["embedding"].spec == PartitionSpec(None, None)
+
+
+def test_more_parts_than_kv_heads_are_refused():
+    with pytest.raises(ConfigError, match=r"mesh.tensor 4 does not divide the model's kv_heads 2"):
+        param_shardings(MODEL, make_mesh(MeshConfig(tensor=4)))
+    with pytest.raises(ConfigError, match=r"mesh.tensor 2 does not divide the model's mlp_width 63"):
+        param_shardings(replace(MODEL, mlp_width=63), make_mesh(TWO))
+
+
+def test_more_parts_than_devices_are_refused():
+    with pytest.raises(ConfigError, match=r"mesh.tensor is 64, but JAX sees \d+ cpu device"):
+        make_mesh(MeshConfig(tensor=64))
