@@ -202,12 +202,13 @@ def _in_thread(load: Callable[[], Assembly]) -> "asyncio.Future[Assembly]":
             loaded.set_result(result)  # pyright: ignore[reportArgumentType]
 
     def run() -> None:
+        result, failure = None, None
         try:
             result = load()
         except BaseException as error:
-            loop.call_soon_threadsafe(settle, None, error)
-        else:
-            loop.call_soon_threadsafe(settle, result, None)
+            failure = error
+        if not loop.is_closed():  # else the process was told to end meanwhile
+            loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=run, name="jaxinfer-load", daemon=True).start()
     return loaded
