@@ -26,7 +26,9 @@ class PagedOps:
     @property
     def why(self) -> str:
         """What was chosen, one operation a line."""
-        return "\n".join(f"{choice.operation}: {choice.name}, {choice.why}" for choice in (self._attention, self._write))
+        return "\n".join(
+            f"{choice.operation}: {choice.name}, {choice.why}" for choice in (self._attention, self._write)
+        )
 
     def write(self, pages: Pages, keys: Keys, values: Values, batch: TokenBatch) -> Pages:
         """The pool with this step's keys and values stored. DONATES pages."""
