@@ -66,6 +66,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
         self.draining = False
+        self.interrupted = False
+        self.runner.fail = self.interrupt_fetch
+
+    def interrupt_fetch(self, call: str, number: int) -> None:
+        if call == "fetch" and self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
 
     # ---- rules -------------------------------------------------------------------------------------------------------
 
@@ -114,6 +121,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             after = len(self.runner.plans), self.runner.fetched
             assert not busy or events or after != before, "a busy loop stood still"
             assert len(self.runner.plans) - self.runner.fetched <= 1
+
+    @rule()
+    def step_interrupted(self):
+        self.interrupted = True
+        try:
+            self.collector.feed(self.loop.step())
+        except KeyboardInterrupt:
+            assert len(self.runner.plans) - self.runner.fetched >= 1
+        self.interrupted = False
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), reason=st.sampled_from(ABORTS))

@@ -222,7 +222,6 @@ class EngineLoop(Generic[Handle]):
             self._end(sequence, FinishReason.ERROR, error=message)
         self._live.clear()
         self._in_flight.clear()
-        self._stops.clear()
         old = self._state
         self._state = State(old.limits, prefix_cache=old.cache.enabled, deterministic=old.deterministic)
 

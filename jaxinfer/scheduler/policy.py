@@ -45,39 +45,33 @@ class Step:
 
 
 def plan_step(state: State, now: float) -> Step:
-    """Plan one step and move `state` to where it will stand after it. Raises EngineFault where nothing can ever run."""
+    """Plan one step and move `state` to where it will stand after it."""
     step = Step()
-    calm = plan_decodes(state, step)
+    plan_decodes(state, step)
     budget = state.limits.step_tokens
     for sequence in state.running:
         if sequence.prefilling:
             budget = plan_chunks(state, step, sequence, budget)
-    if calm:
-        admit_waiting(state, step, budget, now)
+    admit_waiting(state, step, budget, now)
     return step
 
 
-def plan_decodes(state: State, step: Step) -> bool:
-    """A row for every decoding sequence, the first by rank first; False where one had to be preempted."""
-    calm = True
+def plan_decodes(state: State, step: Step) -> None:
+    """A row for every decoding sequence, the first by rank first, so that a victim has no row in this plan yet."""
     for sequence in tuple(state.running):
         if sequence.slot is not None and sequence.decoding:
-            calm &= make_room(state, sequence)
-            if sequence.slot is not None:
-                plan_decode(step, sequence)
-    return calm
+            make_room(state, sequence)
+        if sequence.slot is not None and sequence.decoding:
+            plan_decode(step, sequence)
 
 
-def make_room(state: State, sequence: Sequence) -> bool:
+def make_room(state: State, sequence: Sequence) -> None:
     """Give `sequence` the page of its next position, preempting from the last by rank, itself included."""
-    calm = True
     while sequence.slot is not None and len(sequence.pages) < sequence.pages_for(sequence.planned + 1):
         if state.pool.free:
             state.grow(sequence, 1)
         else:
             state.preempt(state.running[-1])
-            calm = False
-    return calm
 
 
 def plan_decode(step: Step, sequence: Sequence) -> None:

@@ -99,7 +99,7 @@ class Sequence:
         """Append a fetched token; returns why it ends the choice, if it does."""
         self.tokens.append(token)
         self.times.append(now)
-        if token in self.request.stop_ids and len(self.times) > self.request.params.min_tokens:
+        if token in self.request.stop_ids:  # never before min_tokens: `ban_stops` forbids it on the device
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.times) >= self.most_tokens else None
 

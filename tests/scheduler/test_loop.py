@@ -393,6 +393,16 @@ def test_an_interrupt_while_waiting_for_the_device_loses_no_token():
         assert_solo(collector, request)
 
 
+def test_a_loop_that_can_never_go_on_says_so():
+    _, loop = make_loop()
+    loop.add(make_request("a", 1, prompt(3)))
+    loop._state.pool.take(LIMITS.pages)
+    assert [event.finish for event in loop.step()] == [FinishReason.ERROR]
+    with pytest.raises(EngineFault) as caught:
+        loop.step()
+    assert "none can run" in str(caught.value.__cause__)
+
+
 def test_a_lost_page_is_found_when_the_loop_goes_idle():
     runner, loop = make_loop()
     loop.add(runner.expect(make_request("a", 1, prompt(3))))

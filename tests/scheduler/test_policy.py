@@ -154,6 +154,32 @@ def test_a_token_in_flight_at_preemption_is_neither_lost_nor_doubled():
         assert_solo(collector, request, runner.limits)
 
 
+def test_a_prompt_is_not_let_in_to_be_preempted_by_its_neighbours_next_page():
+    runner, loop = make_loop(replace(LIMITS, pages=4, slots=2))
+    grows = make_request("0", 0, prompt(4), params=SamplingParams(max_tokens=5))
+    fills = make_request("1", 1, prompt(12), params=SamplingParams(max_tokens=1))
+    for request in (grows, fills):
+        loop.add(runner.expect(request))
+    collector = finish_all(loop)
+    assert loop.stats().preemptions == 0
+    for request in (grows, fills):
+        assert_solo(collector, request, runner.limits)
+
+
+def test_what_is_computed_again_after_preemption_is_published_again():
+    runner, loop = make_loop(replace(LIMITS, pages=4, slots=2), prefix_cache=True)
+    pair = [make_request(str(s), s, prompt(4, salt=s), params=SamplingParams(max_tokens=12)) for s in range(2)]
+    for request in pair:
+        loop.add(runner.expect(request))
+    finish_all(loop)
+    assert loop.stats().preemptions > 0
+    again = make_request("2", 2, prompt(5, salt=1))
+    loop.add(runner.expect(again))
+    end = finish_all(loop).ends["2", 0]
+    assert end.usage is not None
+    assert end.usage.cached_tokens == 4
+
+
 def test_a_victim_that_ends_on_its_token_in_flight_is_not_run_again():
     stops = frozenset(range(1, LIMITS.vocab_size))  # 0 is what is left while they are banned
     runner, loop = make_loop(replace(LIMITS, pages=4, slots=2))
