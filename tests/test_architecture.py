@@ -38,8 +38,8 @@ SEES: dict[str, frozenset[str]] = {
     "llm": WHOLE | {"assembly"},
     "batch": WHOLE | {"assembly", "llm"},
     "bench": WHOLE | {"assembly", "llm"},
-    "jaxinfer_server": LIBRARY,
-    "cli": LIBRARY,
+    "jaxinfer_server": LIBRARY | {"__init__"},
+    "cli": LIBRARY | {"__init__"},
     "__init__": LIBRARY,
     "__main__": LIBRARY | {"cli"},
 }
@@ -243,7 +243,8 @@ def test_an_allowed_import_is_let_through():
 
 @pytest.mark.parametrize("path", SOURCES, ids=named)
 def test_a_file_holds_one_idea(path: Path):
-    limit = 500 if ROOT / "pallas_kernels" in path.parents else 300
+    folder = path.relative_to(ROOT).parts[0]
+    limit = {"pallas_kernels": 500, "tests": 400}.get(folder, 300)
     lines = sum(bool(line.strip()) for line in path.read_text().splitlines())  # blank ones are free
     assert lines <= limit, f"{named(path)} has {lines} lines, {limit} at most: look for the second idea in it"
 
