@@ -26,6 +26,8 @@ MAX_SOURCE = 256 * 1024
 """Characters of a template; the longest published ones have about 20,000."""
 MAX_TEXT = 8 * 1024 * 1024
 """Characters of the output, and of any text or list on the way to it."""
+MAX_BITS = 8_192
+"""Of any whole number on the way."""
 MAX_STEPS = 1_000_000
 """Loop turns and calls of one rendering."""
 MAX_SECONDS = 5.0
@@ -53,6 +55,10 @@ class _Meter:
 def _bounded(value: Any) -> Any:
     if isinstance(value, str | list | tuple) and len(value) > MAX_TEXT:
         raise RequestError(f"the chat template made a value of length {len(value)}; at most {MAX_TEXT} is allowed")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise RequestError(
+            f"the chat template made a number of {value.bit_length()} bits; at most {MAX_BITS} is allowed"
+        )
     return value
 
 
@@ -82,10 +88,14 @@ def _check_product(operator: str, left: Any, right: Any) -> None:
     for value, times in ((left, right), (right, left)):
         if operator == "*" and hasattr(value, "__len__") and isinstance(times, int) and len(value) * times > MAX_TEXT:
             raise RequestError(f"the chat template repeats a value {times} times; at most {MAX_TEXT} items are allowed")
-    if operator == "**" and not (isinstance(right, int | float) and abs(right) <= 64):
-        raise RequestError("the chat template raises to a power above 64")
+    if operator == "**" and not (_is_small(left, 2**64) and _is_small(right, 64)):
+        raise RequestError("the chat template raises a number above 2**64, or to a power above 64")
     if operator == "%" and isinstance(left, str):
         raise RequestError("the chat template formats with %; only joining is allowed")
+
+
+def _is_small(value: Any, bound: int) -> bool:
+    return isinstance(value, int | float) and abs(value) <= bound
 
 
 @pass_context

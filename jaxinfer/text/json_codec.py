@@ -64,6 +64,7 @@ def _parse(source: str) -> dict[str, Any]:
         raise CheckpointError(f"tokenizer.json is not JSON ({error}); fetch it again") from None
     if not isinstance(layout, dict) or not isinstance(layout.get("model"), dict):
         raise CheckpointError("tokenizer.json has no model section; expected a file written by the tokenizers package")
+    _check_ids(layout)
     return {**layout, "truncation": None, "padding": None}
 
 
@@ -82,26 +83,34 @@ def _literal_backend(layout: Mapping[str, Any]) -> Backend:
 
 def _spellings(backend: Backend) -> list[str]:
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    size = max(vocabulary.values(), default=-1) + 1
-    if not 0 < size <= 4 * len(vocabulary) + 4096:
-        raise CheckpointError(f"tokenizer.json has {len(vocabulary)} tokens and ids up to {size - 1}; fetch it again")
-    spellings = [""] * size
+    spellings = [""] * (max(vocabulary.values(), default=-1) + 1)
     for spelling, token in vocabulary.items():
         spellings[token] = spelling
     return spellings
 
 
+def _check_ids(layout: Mapping[str, Any]) -> None:
+    """A vocabulary may have holes, but ids far beyond its size would take memory that the file does not account for."""
+    vocabulary = layout["model"].get("vocab")
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [item.get("id") for item in layout.get("added_tokens") or [] if isinstance(item, dict)]
+    bound = 4 * len(ids) + 4096
+    for token in ids:
+        if not isinstance(token, int) or not 0 <= token < bound:
+            raise CheckpointError(f"tokenizer.json holds the id {token!r:.40}; expected whole numbers below {bound}")
+
+
 # ---- pieces to bytes -------------------------------------------------------------------------------------------------
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's letter for each byte: itself where it prints in Latin-1, else the next free letter from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
 
 
-_ALPHABET = _byte_alphabet()
+_ALPHABET = byte_alphabet()
 
 
 def _byte_level(spelling: str) -> bytes:

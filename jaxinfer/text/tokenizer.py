@@ -94,7 +94,11 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD. The space that encoding puts first is dropped again."""
-        pieces = [b"" if skip_special and token in self._special_ids else self.token_bytes(token) for token in ids]
+        for token in ids:
+            self._check_id(token)
+        pieces = [
+            b"" if skip_special and token in self._special_ids else self._codec.token_bytes(token) for token in ids
+        ]
         first = 1 if len(ids) > 1 and ids[0] == self._bos else 0
         if self._codec.drops_space and first < len(ids) and ids[first] not in self._special_ids:
             pieces[first] = pieces[first].removeprefix(b" ")
@@ -102,9 +106,12 @@ class TextTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of one id. Raises RequestError for one out of range."""
+        self._check_id(token)
+        return self._codec.token_bytes(token)
+
+    def _check_id(self, token: int) -> None:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._codec.size:
             raise RequestError(f"token id is {token!r:.40}; expected a whole number from 0 to {self._codec.size - 1}")
-        return self._codec.token_bytes(token)
 
     def files(self) -> dict[str, bytes]:
         """File names and contents from which `load_tokenizer` makes an equal tokenizer."""
