@@ -393,6 +393,59 @@ def test_an_interrupt_while_waiting_for_the_device_loses_no_token():
         assert_solo(collector, request)
 
 
+def run_interrupted(runner, loop, at, react):
+    """Run what was added; the fetch of step `at` is interrupted once, and `react` called before the next step."""
+
+    def interrupt(name, number):
+        if name == "fetch" and number == at and not seen:
+            seen.append(number)
+            raise KeyboardInterrupt
+
+    seen: list[int] = []
+    runner.fail = interrupt
+    collector = Collector()
+    while loop.busy:
+        try:
+            collector.feed(loop.step())
+        except KeyboardInterrupt:
+            react()
+    return collector
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_victim_with_a_token_in_flight_waits_for_it_even_where_pages_are_free(at):
+    runner, loop = make_loop(replace(LIMITS, pages=4, slots=2))
+    first, victim = (make_request(str(s), s, prompt(4, s), params=SamplingParams(max_tokens=12)) for s in range(2))
+    for request in (first, victim):
+        loop.add(runner.expect(request))
+    collector = run_interrupted(runner, loop, at, lambda: loop.stop("0", FinishReason.CANCELLED))
+    assert_solo(collector, victim, runner.limits)
+
+
+def test_a_chunk_from_before_a_preemption_publishes_nothing_of_what_came_after():
+    runner, loop = make_loop(replace(LIMITS, pages=33, slots=8, context=100, step_tokens=8))
+    crowd = make_request("crowd", 0, prompt(4, salt=7), params=SamplingParams(max_tokens=60, n=4))
+    victim, heir = (make_request(str(seed), seed, prompt(80), params=SamplingParams(max_tokens=3)) for seed in (1, 2))
+    urgent = make_request("urgent", 3, prompt(4, salt=8), priority=1)
+    for request in (crowd, victim, heir):
+        loop.add(runner.expect(request))
+
+    def react():
+        # The victim lost its pages with its chunk 48..55 in flight; it comes back at once, for half a chunk.
+        assert loop.stats().preemptions == 1
+        assert [len(chunk.tokens) for chunk in runner.plans[8].prefills] == [8]
+        loop.stop("crowd", FinishReason.CANCELLED)
+        loop.add(runner.expect(urgent))
+        events.extend(loop.step())
+        assert [(c.start, len(c.tokens)) for c in runner.plans[-1].prefills] == [(0, 4), (48, 4)]
+        loop.stop("1", FinishReason.CANCELLED)
+
+    events = []
+    collector = run_interrupted(runner, loop, 8, react)
+    assert any(event.request_id == "crowd" for event in events)
+    assert_solo(collector, heir, runner.limits)
+
+
 def test_a_loop_that_can_never_go_on_says_so():
     _, loop = make_loop()
     loop.add(make_request("a", 1, prompt(3)))
