@@ -32,8 +32,9 @@ class JsonCodec:
         self.controls = _controls(backend, self._added, config)
         plain = _without_reserved(layout, self.controls)
         later = _without_first_prefix(plain)
-        self._first = _literal_backend(plain)
-        self._later = self._first if later == plain else _literal_backend(later)
+        self._first = backend if plain == layout else _backend(plain)
+        self._later = self._first if later == plain else _backend(later)
+        self._first.encode_special_tokens = self._later.encode_special_tokens = True
 
     @property
     def size(self) -> int:
@@ -73,12 +74,6 @@ def _backend(layout: Mapping[str, Any]) -> Backend:
         return Backend.from_str(json.dumps(layout))
     except Exception as error:  # the package raises bare Exception for every malformed file
         raise CheckpointError(f"tokenizer.json does not load: {error}") from None
-
-
-def _literal_backend(layout: Mapping[str, Any]) -> Backend:
-    backend = _backend(layout)
-    backend.encode_special_tokens = True
-    return backend
 
 
 def _spellings(backend: Backend) -> list[str]:
@@ -191,7 +186,7 @@ def _without_reserved(layout: Mapping[str, Any], controls: ControlTokens) -> dic
     """The same file with every reserved token marked special, so that `encode_special_tokens` turns them all off."""
     reserved = controls.special | controls.markers
     added = [{**item, "special": item["content"] in reserved} for item in layout.get("added_tokens") or []]
-    return {**layout, "added_tokens": added, "post_processor": None}
+    return {**layout, "added_tokens": added}
 
 
 def _without_first_prefix(layout: Mapping[str, Any]) -> dict[str, Any]:

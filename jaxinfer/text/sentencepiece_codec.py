@@ -30,7 +30,7 @@ class SentencePieceCodec:
         _make_markers_unspeakable(proto)
         self._first = _processor(proto)
         normalizer.add_dummy_prefix = False
-        self._later = _processor(proto)
+        self._later = _processor(proto) if self.drops_space else self._first
 
     @property
     def size(self) -> int:
@@ -112,9 +112,9 @@ def model_from_gguf(fields: Mapping[str, Any]) -> bytes:
     kinds = fields.get("tokenizer.ggml.token_type")
     if scores is None or kinds is None or not len(tokens) == len(scores) == len(kinds):
         raise CheckpointError("tokenizer.ggml.tokens, scores and token_type differ in length; expected one of each")
-    proto = _proto.ModelProto()
+    proto, known = _proto.ModelProto(), set(_Kind.Type.values())
     for spelling, score, kind in zip(tokens, scores, kinds, strict=True):
-        if kind not in _Kind.Type.values():
+        if kind not in known:
             raise CheckpointError(f"token {spelling!r:.40} has type {kind!r}; expected 1 to 6")
         spelling = spelling.replace(" ", METASPACE) if kind == _Kind.USER_DEFINED else spelling
         try:
