@@ -156,17 +156,14 @@ class EngineLoop(Generic[Handle]):
             return  # the spare row of a choice that ended meanwhile
         if token.token < 0:
             self._state.distrust(sequence)
-            self._finish(
-                sequence, FinishReason.ERROR, error="the model's logits were not finite; nothing can be chosen"
-            )
+            self._finish(sequence, FinishReason.ERROR, error="the model's logits were not finite: no token to choose")
             return
         self._output_tokens += 1
         finish = sequence.accept(token.token, now)
         if finish is None:
             self._events.append(TokenEvent(sequence.request.id, sequence.choice, (token,)))
         else:
-            stop_id = token.token if finish is FinishReason.STOP else None
-            self._finish(sequence, finish, (token,), stop_id=stop_id)
+            self._finish(sequence, finish, token)
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
@@ -184,32 +181,26 @@ class EngineLoop(Generic[Handle]):
                 self._finish(sequence, FinishReason.DEADLINE)
 
     def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        tokens: tuple[SampledToken, ...] = (),
-        *,
-        stop_id: int | None = None,
-        error: str = "",
+        self, sequence: Sequence, reason: FinishReason, token: SampledToken | None = None, error: str = ""
     ) -> None:
         self._state.retire(sequence)
-        self._end(sequence, reason, tokens, stop_id=stop_id, error=error)
+        self._emit_end(sequence, reason, token, error)
         if sequence.siblings.leader is None:
             del self._live[sequence.request.id]
 
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        tokens: tuple[SampledToken, ...] = (),
-        *,
-        stop_id: int | None = None,
-        error: str = "",
-    ) -> None:
+    def _emit_end(self, sequence: Sequence, reason: FinishReason, token: SampledToken | None, error: str) -> None:
         sequence.finish = reason
-        usage, timing = sequence.usage, sequence.timing(self._clock())
         self._events.append(
-            TokenEvent(sequence.request.id, sequence.choice, tokens, reason, stop_id, usage, timing, error)
+            TokenEvent(
+                sequence.request.id,
+                sequence.choice,
+                tokens=(token,) if token else (),
+                finish=reason,
+                stop_id=token.token if token and reason is FinishReason.STOP else None,
+                usage=sequence.usage,
+                timing=sequence.timing(self._clock()),
+                error=error,
+            )
         )
 
     # ---- faults ------------------------------------------------------------------------------------------------------
@@ -219,7 +210,7 @@ class EngineLoop(Generic[Handle]):
         self._fault = error
         message = f"the engine failed ({type(error).__name__}); this request cannot be finished"
         for sequence in [sequence for siblings in self._live.values() for sequence in siblings.living]:
-            self._end(sequence, FinishReason.ERROR, error=message)
+            self._emit_end(sequence, FinishReason.ERROR, None, message)
         self._live.clear()
         self._in_flight.clear()
         old = self._state

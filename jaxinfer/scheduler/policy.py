@@ -128,11 +128,12 @@ def admit_waiting(state: State, step: Step, budget: int, now: float) -> None:
 
 def next_admissible(state: State) -> Sequence | None:
     """The first by rank that fits, unless somebody before it has been passed MAX_BYPASS times."""
-    if not state.free_slots:
+    room = state.room
+    if room == 0:  # everybody needs a page at least: the last token is no hit
         return None
     blocked: Sequence | None = None
     for sequence in first_ready(state):
-        if state.can_admit(sequence):
+        if state.can_admit(sequence, room):
             if blocked is not None:
                 blocked.bypassed += 1
             return sequence

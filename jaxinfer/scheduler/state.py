@@ -51,13 +51,18 @@ class State:
             return []
         return self.cache.match(sequence.names((len(sequence.tokens) - 1) // self.limits.page_size))
 
-    def can_admit(self, sequence: Sequence) -> bool:
-        """True where a slot is free, and pages for its known tokens besides what all that run may claim."""
+    @property
+    def room(self) -> int:
+        """Pages that admission may use: the free ones, less what the running sequences may claim; 0 without a slot."""
+        claims = sum(self.claim(sequence, len(sequence.pages)) for sequence in self.running)
+        return max(0, self.pool.free - claims) if self.free_slots else 0
+
+    def can_admit(self, sequence: Sequence, room: int) -> bool:
+        """True where its known tokens and its own claim fit into `room` pages; hits that somebody owns cost none."""
         hits = self.match(sequence)
         pages = sequence.pages_for(len(sequence.tokens))
         taken = pages - len(hits) + sum(self.pool.is_free(page) for page in hits)
-        claims = self.claim(sequence, pages) + sum(self.claim(other, len(other.pages)) for other in self.running)
-        return bool(self.free_slots) and taken + claims <= self.pool.free
+        return taken + self.claim(sequence, pages) <= room
 
     def claim(self, sequence: Sequence, held: int) -> int:
         """Free pages that admission leaves for the growth of a running sequence that holds `held`.
