@@ -172,6 +172,7 @@ def assemble(ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool 
         vocabulary = checkpoint.tokenizer.vocab_size
         runner = EngineRunner.build(checkpoint.config, checkpoint.params, engine, vocab_size=vocabulary)
         runner.warm_up(report)
+    loop = EngineLoop(runner, queue=engine.queue, prefix_cache=engine.prefix_cache, deterministic=engine.deterministic)
     template = checkpoint.chat_template
     return Assembly(
         name=checkpoint.name,
@@ -181,5 +182,5 @@ def assemble(ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool 
         chat=ChatTemplate(template, checkpoint.tokenizer) if template else None,
         eos_ids=checkpoint.eos_ids,
         runner=runner,
-        loop=EngineLoop(runner, queue=engine.queue, prefix_cache=engine.prefix_cache),
+        loop=loop,
     )
