@@ -80,7 +80,7 @@ def _listed(directory: Path) -> dict[str, str] | None:
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{_INDEX} holds a weight_map of type {type(listed).__name__}; expected names to files")
     for shard in listed.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", "..") or set(shard) & {"\\", "\0"}:
             raise CheckpointError(f"{_INDEX} names shard {shard!r}; expected a plain file name in the same directory")
     return listed
 

@@ -42,6 +42,7 @@ def gemma3_from_hf(fields: Fields) -> ModelConfig:
     """Gemma3ForCausalLM (`gemma3_text`)."""
     fields.expect("hidden_activation", "gelu_pytorch_tanh")
     fields.expect("use_bidirectional_attention", False)
+    fields.expect("attn_logit_softcapping", None)  # a field that transformers reads and never applies
     width, layers = fields.whole("hidden_size"), fields.whole("num_hidden_layers", high=MAX_LAYERS)
     heads = fields.whole("num_attention_heads")
     rope, local_rope = _ropes_from_hf(fields)
@@ -68,7 +69,6 @@ def gemma3_from_hf(fields: Fields) -> ModelConfig:
         attention_bias=bias,
         output_bias=bias,
         embedding_scale=width**0.5,
-        attention_softcap=fields.optional_number("attn_logit_softcapping"),
         logit_softcap=fields.optional_number("final_logit_softcapping"),
     )
 
@@ -111,6 +111,7 @@ def gemma3_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
     heads, head_dim = fields.whole("gemma3.attention.head_count"), fields.whole("gemma3.attention.key_length", 256)
     fields.expect("gemma3.attention.value_length", head_dim)
     fields.expect("gemma3.rope.dimension_count", head_dim)
+    fields.expect("gemma3.attn_logit_softcapping", None)
     # The 27B model alone scales by width / heads (168) instead of head_dim (128); no field says so.
     scalar = width / heads if layers == _LAYERS_27B else head_dim
     pattern = fields.whole("gemma3.attention.sliding_window_pattern", _PATTERN)
@@ -134,6 +135,5 @@ def gemma3_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
         qk_norm=True,
         post_norms=True,
         embedding_scale=width**0.5,
-        attention_softcap=fields.optional_number("gemma3.attn_logit_softcapping"),
         logit_softcap=fields.optional_number("gemma3.final_logit_softcapping"),
     )
