@@ -212,14 +212,16 @@ class Bridge:
             await asyncio.sleep(0.02)
         return not self._streams
 
-    async def close(self) -> None:
-        """End the streams that are left with Unavailable and the thread after its step."""
+    async def close(self, wait: float = 5.0) -> None:
+        """End the streams that are left with Unavailable, and the thread after its step; `wait` seconds at most."""
         self._draining = True
         self._fail_all(Unavailable("the server stopped before the request was done; send it again elsewhere"))
         with self._wake:
             self._closing = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, wait)
+        if self._thread.is_alive():
+            _log.error("the engine thread did not end within %s seconds; it is left behind", wait)
 
     # ---- asyncio side to engine thread -------------------------------------------------------------------------------
 
@@ -288,7 +290,8 @@ class Bridge:
         self._progress, self._working = time.monotonic(), True
 
     def _hand_over(self, call: Callable[..., None], *arguments: Any) -> None:
-        self._asyncio.call_soon_threadsafe(call, *arguments)
+        if not self._asyncio.is_closed():  # else this thread was left behind by `close`
+            self._asyncio.call_soon_threadsafe(call, *arguments)
 
     # ---- engine thread to asyncio side -------------------------------------------------------------------------------
 

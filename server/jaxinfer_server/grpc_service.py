@@ -13,18 +13,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 import jaxinfer
-from jaxinfer.assembly import Assembly
-from jaxinfer.errors import BadSamplingParam, JaxInferError, Overloaded, RequestError, Unavailable
+from jaxinfer.assembly import Assembly, Messages
+from jaxinfer.errors import BadSamplingParam, JaxInferError, Overloaded, PromptTooLong, RequestError, Unavailable
 from jaxinfer.output import failure
 from jaxinfer.request import Delta, FinishReason, Request
 from jaxinfer_server.bridge import Bridge, joined
-from jaxinfer_server.convert import chat_from_wire, delta_to_wire, params_from_wire, prompt_from_wire
+from jaxinfer_server.convert import Prompt, chat_from_wire, delta_to_wire, is_chat, params_from_wire, prompt_from_wire
 from jaxinfer_server.schema import capabilities, check_known, check_messages, check_request_id
 from jaxinfer_server.status import status_of
 from jaxinfer_server.v1 import inference_pb2 as pb
@@ -35,6 +35,10 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _TEXT_THREADS = 2
+_HEAD_CHARS = 8
+"""Characters per token of context that are looked at first; English text has four to five."""
+_CUT_TOKENS = 64
+"""More than cutting a text in two can add to the tokens of its first part."""
 _OUR_METHODS = f"/{pb.DESCRIPTOR.services_by_name['Inference'].full_name}/"
 
 
@@ -49,6 +53,7 @@ class InferenceService(rpc.InferenceServicer):
         self._opened: tuple[Assembly, Bridge] | None = None
         self._calls = 0
         self._text = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxinfer-text")
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="jaxinfer-aside")  # Tokenize never delays Generate
 
     def open(self, assembly: Assembly, bridge: Bridge) -> None:
         """Serve this model from now on."""
@@ -56,7 +61,8 @@ class InferenceService(rpc.InferenceServicer):
 
     def close(self) -> None:
         """Let the worker threads go."""
-        self._text.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._text, self._aside):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """One request's output, as a stream."""
@@ -89,7 +95,7 @@ class InferenceService(rpc.InferenceServicer):
         bridge.check_open()
         with self._seat(assembly):
             deadline = self._deadline(context)
-            request = await self._on_text_thread(lambda: _request(assembly, message, deadline))
+            request = await _on_thread(self._text, lambda: _request(assembly, message, deadline))
             async with bridge.stream(request) as deltas:
                 await context.write(_accepted(message, request))
                 whole = message.delivery == pb.DELIVERY_WHOLE
@@ -123,12 +129,12 @@ class InferenceService(rpc.InferenceServicer):
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         check_known(request)
         assembly, _ = self._model()
-        return pb.TokenizeResponse(token_ids=await self._on_text_thread(lambda: _tokenized(assembly, request)))
+        return pb.TokenizeResponse(token_ids=await _on_thread(self._aside, lambda: _tokenized(assembly, request)))
 
     async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         check_known(request)
         assembly, _ = self._model()
-        return pb.DetokenizeResponse(text=await self._on_text_thread(lambda: _detokenized(assembly, request)))
+        return pb.DetokenizeResponse(text=await _on_thread(self._aside, lambda: _detokenized(assembly, request)))
 
     async def _model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         check_known(request)
@@ -157,8 +163,9 @@ class InferenceService(rpc.InferenceServicer):
             raise Unavailable("the model is still loading; try again in a while")
         return self._opened
 
-    async def _on_text_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._text, work)
+
+async def _on_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 class DamageInterceptor(grpc.aio.ServerInterceptor):
@@ -200,14 +207,36 @@ def _request(assembly: Assembly, message: pb.GenerateRequest, deadline: float | 
     check_known(message)
     if len(message.sampling.logit_bias) > assembly.vocab_size:
         raise BadSamplingParam(f"logit_bias has more entries than there are ids, {assembly.vocab_size}")
+    prompt = prompt_from_wire(message)
+    _check_length(assembly, prompt)
     return assembly.request(
-        prompt_from_wire(message),
+        prompt,
         params_from_wire(message.sampling),
         request_id=message.request_id or None,
         deadline=deadline,
         priority=message.priority,
         cache_salt=message.cache_salt,
     )
+
+
+def _check_length(assembly: Assembly, prompt: Prompt) -> None:
+    """Refuse a hopeless prompt by its beginning: four megabytes take a tokenizer seconds.
+
+    Raises PromptTooLong where the beginning alone has clearly more tokens than the context.
+    """
+    if not isinstance(prompt, str) and not is_chat(prompt):
+        if len(prompt) > assembly.context:
+            raise PromptTooLong(f"the prompt has {len(prompt)} tokens; the context is {assembly.context} tokens")
+        return
+    text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in cast(Messages, prompt))
+    head = text[: _HEAD_CHARS * assembly.context]
+    if len(head) < len(text):
+        tokens = len(assembly.tokenizer.encode(head, bos=False))
+        if tokens > assembly.context + _CUT_TOKENS:
+            raise PromptTooLong(
+                f"the first {len(head)} of the prompt's {len(text)} characters are {tokens} tokens; "
+                f"the context is {assembly.context} tokens"
+            )
 
 
 def _tokenized(assembly: Assembly, request: pb.TokenizeRequest) -> list[int]:

@@ -279,3 +279,25 @@ def test_drain_gives_up_after_its_grace_and_close_ends_the_rest(doubles):
             await running
 
     asyncio.run(main())
+
+
+def test_a_step_that_hangs_does_not_keep_the_server_from_closing(doubles, caplog):
+    gate = threading.Event()
+
+    async def main():
+        assembly = doubles.scripted_assembly()
+        assembly.runner.before_step = gate.wait
+        bridge = Bridge(assembly.loop, assembly.tokenizer)
+        bridge.start()
+        stuck = asyncio.create_task(read(bridge, request()))
+        await until(lambda: bridge.open_streams == 1)
+        await bridge.close(wait=0.05)
+        with pytest.raises(Unavailable):
+            await stuck
+        return bridge._thread
+
+    thread = asyncio.run(main())
+    gate.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "left behind" in caplog.text

@@ -238,8 +238,26 @@ def test_errors_come_back_as_the_exceptions_they_were(client):
 def test_a_huge_message_is_refused_and_the_next_is_served(client, stub):
     error = refusal(stub.Generate(pb.GenerateRequest(text="x" * 5_000_000)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    with pytest.raises(PromptTooLong):
-        client.generate("x" * 4_000_000)
+    assert client.generate("say:alive")[0].text == "alive"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["x" * 4_000_000, [7] * 2_000_000, [{"role": "user", "content": "x" * 1000}] * 4000],
+    ids=["text", "ids", "chat"],
+)
+def test_a_hopeless_prompt_is_refused_by_its_beginning(scripted, client, monkeypatch, prompt):
+    sizes = []
+    encode = type(scripted.assembly.tokenizer).encode
+
+    def counting(self, text, **options):
+        sizes.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(scripted.assembly.tokenizer), "encode", counting)
+    with pytest.raises(PromptTooLong, match="4096"):
+        client.generate([prompt])
+    assert sum(sizes) <= 8 * 4096
     assert client.generate("say:alive")[0].text == "alive"
 
 
