@@ -23,8 +23,9 @@ from jaxinfer.assembly import Assembly, Messages
 from jaxinfer.errors import BadSamplingParam, JaxInferError, Overloaded, PromptTooLong, RequestError, Unavailable
 from jaxinfer.output import failure
 from jaxinfer.request import Delta, FinishReason, Request
-from jaxinfer_server.bridge import Bridge, joined
+from jaxinfer_server.bridge import Bridge
 from jaxinfer_server.convert import Prompt, chat_from_wire, delta_to_wire, is_chat, params_from_wire, prompt_from_wire
+from jaxinfer_server.delta_stream import joined
 from jaxinfer_server.schema import capabilities, check_known, check_messages, check_request_id
 from jaxinfer_server.status import status_of
 from jaxinfer_server.v1 import inference_pb2 as pb

@@ -8,7 +8,8 @@ import pytest
 
 from jaxinfer.errors import EngineFault, Overloaded, RequestError, Unavailable
 from jaxinfer.request import Delta, FinishReason, Request, SamplingParams, Timing, TokenLogprob, Usage
-from jaxinfer_server.bridge import Bridge, BridgeLimits, joined
+from jaxinfer_server.bridge import Bridge, BridgeLimits
+from jaxinfer_server.delta_stream import joined
 
 
 def request(name="r", prompt="letters", **params):

@@ -261,6 +261,34 @@ def test_a_hopeless_prompt_is_refused_by_its_beginning(scripted, client, monkeyp
     assert client.generate("say:alive")[0].text == "alive"
 
 
+def test_a_text_that_takes_long_to_tokenise_keeps_nobody_waiting(scripted, client, monkeypatch):
+    gate, started = threading.Event(), threading.Event()
+    encode = type(scripted.assembly.tokenizer).encode
+
+    def slow(self, text, **options):
+        if text == "slow":
+            started.set()
+            gate.wait(30)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(scripted.assembly.tokenizer), "encode", slow)
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(client.tokenize("slow"))),
+        threading.Thread(target=lambda: answers.append(client.generate("slow", SamplingParams(max_tokens=1))[0].text)),
+    ]
+    for thread in threads:
+        thread.start()
+    assert started.wait(10)
+    assert client.generate("say:quick")[0].text == "quick"
+    assert client.model_info().name == "scripted"
+    assert answers == []
+    gate.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(answers) == 2
+
+
 def test_huge_metadata_is_refused_and_the_next_is_served(client, stub):
     error = refusal(stub.Generate(pb.GenerateRequest(text="x"), metadata=(("x-big", "y" * 40_000),)))
     assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
