@@ -85,7 +85,7 @@ def read_rope(spec: Mapping[str, Any], theta: float, where: str) -> RopeConfig:
     """
     fields = Fields(spec, where)
     kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind not in _ROPE_FIELDS or fields.get("type", kind) != kind:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS or fields.get("type", kind) != kind:
         spelled = {name: spec[name] for name in ("rope_type", "type") if name in spec}
         raise ConfigError(f"{where}: rope is {spelled!r:.80}; expected one of {', '.join(get_args(RopeKind))}")
     fields.expect("partial_rotary_factor", 1.0)

@@ -80,7 +80,7 @@ def _windows_from_hf(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if types is None:
         return _every(fields.whole("sliding_window_pattern", _PATTERN), window, layers)
     kinds = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(types, list) or len(types) != layers or not all(kind in kinds for kind in types):
+    if not isinstance(types, list) or len(types) != layers or not all(kind in list(kinds) for kind in types):
         raise ConfigError(f"layer_types is {types!r:.80}; expected {layers} times one of {', '.join(kinds)}")
     return tuple(kinds[kind] for kind in types)
 

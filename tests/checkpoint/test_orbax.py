@@ -1,0 +1,173 @@
+"""Our own directories: what was saved comes back, bit for bit, where it is wanted; damage is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.checkpoint.checkpoint import Checkpoint
+from jaxinfer.checkpoint.load import load, save_orbax
+from jaxinfer.checkpoint.orbax import save_trained
+from jaxinfer.errors import CheckpointError
+
+from .makers import gguf_fields, gguf_tensors, hf_config, hf_weights, write_gguf, write_hf
+
+TEXT = "ab  é안녕 🙂\n"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    fields = gguf_fields("gemma3", tokenizer__chat_template="{{ messages }}", tokenizer__ggml__eot_token_id=9)
+    tensors = gguf_tensors("gemma3", hf_weights("gemma3"))
+    return load(
+        str(write_gguf(tmp_path_factory.mktemp("source") / "m.gguf", "gemma3", tensors, fields)), dtype="float32"
+    )
+
+
+@pytest.fixture
+def saved(source: Checkpoint, tmp_path: Path) -> Path:
+    save_orbax(source, tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+# Orbax leaves its event loop when one read fails while others are still going; when those end they find it closed, and
+# Python reports that as an exception that nobody could catch, in whatever test runs then.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def listing(directory: Path) -> dict[str, tuple[int, int]]:
+    files = (path for path in directory.rglob("*"))
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+@pytest.mark.parametrize("victim", ["jaxinfer.json", "tokenizer.json", "params/_METADATA", "params/manifest.ocdbt"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_damaged_file(saved: Path, victim: str, damage: str):
+    path = saved / victim
+    raw = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(CheckpointError):
+        load(str(saved), dtype="float32")
+
+
+def test_weights_that_are_gone(saved: Path):
+    for path in (saved / "params").rglob("d/*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be restored"):
+        load(str(saved), dtype="float32")
+
+
+def test_what_was_saved_comes_back(source: Checkpoint, saved: Path):
+    found = load(str(saved), dtype="float32")
+    assert (found.name, found.config) == (source.name, source.config)
+    assert (found.eos_ids, found.chat_template) == (source.eos_ids, source.chat_template)
+    assert found.tokenizer.encode(TEXT) == source.tokenizer.encode(TEXT)
+    assert jax.tree.structure(found.params) == jax.tree.structure(source.params)
+    jax.tree.map(np.testing.assert_array_equal, found.params, source.params)
+
+
+def test_a_hugging_face_directory_is_kept_whole(tmp_path: Path):
+    one = load(
+        str(write_hf(tmp_path / "hf", hf_config("llama"), {"model.safetensors": hf_weights("llama")})), dtype="float32"
+    )
+    save_orbax(one, tmp_path / "saved")
+    other = load(str(tmp_path / "saved"), dtype="float32")
+    assert other.config == one.config
+    assert other.tokenizer.encode(TEXT) == one.tokenizer.encode(TEXT)
+    jax.tree.map(np.testing.assert_array_equal, other.params, one.params)
+
+
+def test_reading_writes_nothing(saved: Path):
+    before = listing(saved)
+    load(str(saved), dtype="float32")
+    assert listing(saved) == before
+
+
+def test_nothing_in_it_is_a_pickle(saved: Path):
+    """A pickle of protocol 2 and later begins with 0x80 and its protocol's number."""
+    heads = [path.read_bytes()[:2] for path in saved.rglob("*") if path.is_file()]
+    assert len(heads) > 5
+    assert not set(heads) & {bytes([0x80, protocol]) for protocol in range(2, 8)}
+
+
+def test_it_is_hardly_larger_than_the_weights(source: Checkpoint, saved: Path):
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(source.params))
+    assert sum(path.stat().st_size for path in saved.rglob("*") if path.is_file()) < weights + 40_000
+
+
+def test_leaves_are_restored_to_their_dtype_and_sharding(source: Checkpoint, saved: Path):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    split, whole = NamedSharding(mesh, PartitionSpec("tensor")), NamedSharding(mesh, PartitionSpec())
+
+    def shardings(config: Any) -> Any:
+        return jax.tree.map(lambda leaf: split if leaf.shape[0] == config.kv_heads else whole, source.params)
+
+    found = load(str(saved), dtype="bfloat16", shardings=shardings).params
+    qkv = found["block_0"]["attention"]["qkv"]
+    assert qkv.dtype == jnp.bfloat16
+    assert qkv.sharding == split
+    assert found["final_norm"].dtype == jnp.float32
+    expected = source.params["block_0"]["attention"]["qkv"].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(qkv), np.asarray(expected))
+
+
+def test_a_directory_that_is_there_is_not_overwritten(source: Checkpoint, saved: Path):
+    before = listing(saved)
+    with pytest.raises(CheckpointError, match="saved already exists"):
+        save_orbax(source, saved)
+    assert listing(saved) == before
+
+
+def test_a_trained_model_is_saved_with_its_tokenizer_file(source: Checkpoint, tmp_path: Path):
+    for name, data in source.tokenizer.files().items():
+        (tmp_path / name).write_bytes(data)
+    save_trained("trained", source.config, source.params, tmp_path / "tokenizer.json", tmp_path / "out")
+    found = load(str(tmp_path / "out"), dtype="float32")
+    assert (found.name, found.config, found.eos_ids) == ("trained", source.config, source.tokenizer.eos_ids)
+    jax.tree.map(np.testing.assert_array_equal, found.params, source.params)
+
+
+def edit(path: Path, change: dict[str, Any]) -> None:
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, **change}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "format is 2"),
+        ({"config": None}, "config cannot be read"),
+        ({"config": {"family": "gemma3"}}, "config cannot be read"),
+        ({"eos_ids": [10_000]}, "end-of-text id 10000"),
+        ({"eos_ids": "2"}, "end-of-text id"),
+    ],
+)
+def test_a_damaged_manifest(saved: Path, change: dict[str, Any], message: str):
+    edit(saved / "jaxinfer.json", change)
+    with pytest.raises(CheckpointError, match=message):
+        load(str(saved), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 3, "windows": [8, 8, 8]}, r"block_2/attention.* is missing"),
+        ({"layers": 1, "windows": [8]}, r"block_1/.* is surplus"),
+        ({"mlp_width": 64}, r"block_0/mlp/down has shape \(32, 32\); expected \(32, 64\)"),
+        ({"tied_head": False}, "head is missing"),
+        ({"layers": 10**9, "windows": []}, "1000000000 layers"),
+        ({"new_switch": True}, "new_switch"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_weights(saved: Path, change: dict[str, Any], message: str):
+    config = json.loads((saved / "jaxinfer.json").read_text())["config"]
+    edit(saved / "jaxinfer.json", {"config": {**config, **change}})
+    with pytest.raises(CheckpointError, match=message):
+        load(str(saved), dtype="float32")

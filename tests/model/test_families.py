@@ -1,0 +1,304 @@
+"""Configurations that others wrote: both spellings of everything, and an error that names what nobody implemented."""
+
+from typing import Any
+
+import pytest
+
+from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.errors import ConfigError
+from jaxinfer.model.families import config_from_gguf, config_from_hf, family_of
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "rope_scaling": None,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 64,
+    "rope_theta": 1_000_000,
+    "rope_local_base_freq": 10_000,
+    "sliding_window": 16,
+    "sliding_window_pattern": 6,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+GGUF_SHAPES = {"token_embd.weight": (100, 64), "output.weight": (100, 64)}
+
+
+def without(raw: dict[str, Any], *names: str, **changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in {**raw, **changes}.items() if name not in names}
+
+
+def gguf_fields(prefix: str, **changes: Any) -> dict[str, Any]:
+    fields = {
+        "block_count": 3,
+        "context_length": 256,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 500_000.0,
+    }
+    named = {f"{prefix}.{name}": value for name, value in fields.items()}
+    return {"general.architecture": prefix, **named, **{f"{prefix}.{name}": value for name, value in changes.items()}}
+
+
+# ---- llama -----------------------------------------------------------------------------------------------------------
+
+
+def test_llama_is_read():
+    assert config_from_hf(LLAMA) == ModelConfig(
+        family="llama",
+        vocab_size=100,
+        width=64,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        mlp_width=96,
+        context=256,
+        query_scale=0.25,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=500_000.0),
+    )
+
+
+def test_a_head_size_of_its_own():
+    config = config_from_hf({**LLAMA, "head_dim": 64})
+    assert (config.head_dim, config.query_scale) == (64, 0.125)
+
+
+def test_attention_bias_is_on_the_output_projection_too():
+    config = config_from_hf({**LLAMA, "attention_bias": True})
+    assert config.attention_bias
+    assert config.output_bias
+
+
+def test_every_spelling_of_a_stretched_rope_is_the_same():
+    old = without({**LLAMA3_ROPE, "type": "llama3"}, "rope_type")
+    spellings = [
+        {**LLAMA, "rope_scaling": LLAMA3_ROPE},
+        {**LLAMA, "rope_scaling": old},
+        {**LLAMA, "rope_scaling": {**LLAMA3_ROPE, "type": "llama3"}},
+        without(LLAMA, "rope_theta", "rope_scaling", rope_parameters={**LLAMA3_ROPE, "rope_theta": 500_000.0}),
+    ]
+    expected = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 128)
+    assert [config_from_hf(raw).rope for raw in spellings] == [expected] * 4
+
+
+def test_linear_and_default_rope():
+    linear = config_from_hf({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert linear.rope == RopeConfig(500_000.0, "linear", 2.0)
+    assert config_from_hf({**LLAMA, "rope_scaling": {"rope_type": "default"}}).rope == RopeConfig(500_000.0)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "yarn", "factor": 2.0}, "yarn"),
+        ({"type": "dynamic", "factor": 2.0}, "dynamic"),
+        ({"rope_type": ["llama3"]}, "rope"),
+        ({"type": "linear", "rope_type": "llama3", "factor": 2.0}, "linear"),
+        ({"rope_type": "linear", "factor": 2.0, "attention_factor": 0.5}, "attention_factor"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (without(LLAMA3_ROPE, "low_freq_factor"), "low_freq_factor"),
+        (without(LLAMA3_ROPE, "original_max_position_embeddings"), "original_max_position_embeddings"),
+        ({**LLAMA3_ROPE, "factor": float("nan")}, "factor"),
+        ({**LLAMA3_ROPE, "low_freq_factor": 4.0}, "low_freq_factor"),
+        ("llama3", "rope_scaling"),
+    ],
+)
+def test_a_rope_that_nobody_implemented(rope: Any, named: str):
+    with pytest.raises(ConfigError, match=named):
+        config_from_hf({**LLAMA, "rope_scaling": rope})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("mlp_bias", True),
+        ("rope_interleaved", True),
+        ("sliding_window", 16),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("attention_bias", "yes"),
+        ("tie_word_embeddings", 1),
+        ("hidden_size", 0),
+        ("hidden_size", 64.0),
+        ("hidden_size", True),
+        ("hidden_size", None),
+        ("vocab_size", 2**31),
+        ("num_hidden_layers", 2**40),
+        ("num_key_value_heads", 3),
+        ("head_dim", 15),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", "1e-5"),
+        ("rope_theta", float("inf")),
+    ],
+)
+def test_a_value_that_nobody_implemented(field: str, value: Any):
+    name = {"num_key_value_heads": "kv_heads"}.get(field, field)
+    with pytest.raises(ConfigError, match=name):
+        config_from_hf({**LLAMA, field: value})
+
+
+@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], ["LlamaForCausalLM", "X"], "LlamaForCausalLM", [7]])
+def test_an_unknown_architecture_is_named(architectures: Any):
+    with pytest.raises(ConfigError, match=r"architecture is .*expected one of LlamaForCausalLM"):
+        config_from_hf({**LLAMA, "architectures": architectures})
+    with pytest.raises(ConfigError, match="expected one of"):
+        config_from_hf({})
+
+
+def test_the_model_type_serves_where_there_is_no_architecture():
+    assert config_from_hf(without(LLAMA, "architectures")) == config_from_hf(LLAMA)
+
+
+def test_mistral_has_a_window_on_every_layer_or_on_none():
+    assert config_from_hf(MISTRAL).windows == (32, 32, 32)
+    assert config_from_hf({**MISTRAL, "sliding_window": None}).windows == ()
+    with pytest.raises(ConfigError, match="attention_bias"):
+        config_from_hf({**MISTRAL, "attention_bias": True})
+
+
+# ---- gemma 3 ---------------------------------------------------------------------------------------------------------
+
+
+def test_gemma3_is_read():
+    config = config_from_hf(GEMMA)
+    assert config.windows == (16, 16, 16, 16, 16, None, 16, 16)
+    assert (config.layer_rope(5).theta, config.layer_rope(4).theta) == (1_000_000.0, 10_000.0)
+    assert (config.query_scale, config.embedding_scale) == (64**-0.5, 8.0)
+    assert config.activation == "gelu_tanh"
+    assert config.tied_head
+    assert config.qk_norm
+    assert config.post_norms
+
+
+def test_both_spellings_of_gemma3_are_the_same():
+    kinds = ["full_attention" if i == 5 else "sliding_attention" for i in range(8)]
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    new = without(GEMMA, "rope_theta", "rope_local_base_freq", "sliding_window_pattern")
+    assert config_from_hf({**new, "layer_types": kinds, "rope_parameters": ropes}) == config_from_hf(GEMMA)
+
+
+def test_gemma3_stretches_the_global_rope_alone():
+    config = config_from_hf({**GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert config.rope == RopeConfig(1_000_000.0, "linear", 8.0)
+    assert config.local_rope == RopeConfig(10_000.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_activation", "gelu"),
+        ("use_bidirectional_attention", True),
+        ("attn_logit_softcapping", 50.0),
+        ("layer_types", ["sliding_attention"] * 7),
+        ("layer_types", ["sliding_attention"] * 7 + ["chunked_attention"]),
+        ("layer_types", "full_attention"),
+        ("layer_types", [["full_attention"]] * 8),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("sliding_window", -1),
+        ("final_logit_softcapping", 0),
+    ],
+)
+def test_a_gemma3_that_nobody_implemented(field: str, value: Any):
+    with pytest.raises(ConfigError, match=field):
+        config_from_hf({**GEMMA, field: value})
+
+
+# ---- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+def test_gguf_llama_is_the_same_model():
+    assert config_from_gguf(gguf_fields("llama"), GGUF_SHAPES) == config_from_hf(LLAMA)
+
+
+def test_gguf_ties_the_head_where_there_is_none():
+    assert config_from_gguf(gguf_fields("llama"), {"token_embd.weight": (100, 64)}).tied_head
+
+
+def test_gguf_linear_rope():
+    fields = gguf_fields("llama", **{"rope.scaling.type": "linear", "rope.scaling.factor": 2.0})
+    assert config_from_gguf(fields, GGUF_SHAPES).rope == RopeConfig(500_000.0, "linear", 2.0)
+
+
+def test_gguf_gemma3_knows_what_the_file_does_not_say():
+    fields = gguf_fields("gemma3", **{"attention.sliding_window": 16, "attention.key_length": 32, "block_count": 7})
+    config = config_from_gguf(fields, {"token_embd.weight": (100, 64)})
+    assert config.windows == (16, 16, 16, 16, 16, None, 16)
+    assert config.local_rope == RopeConfig(10_000.0)
+    assert config.query_scale == 32**-0.5
+    assert (config.embedding_scale, config.tied_head, config.activation) == (8.0, True, "gelu_tanh")
+
+
+def test_gguf_gemma3_27b_scales_queries_by_width_over_heads():
+    fields = gguf_fields("gemma3", **{"attention.sliding_window": 16, "attention.key_length": 32, "block_count": 62})
+    assert config_from_gguf(fields, GGUF_SHAPES).query_scale == 16**-0.5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("expert_count", 8),
+        ("rope.scaling.type", "yarn"),
+        ("rope.scaling.factor", 4.0),
+        ("rope.dimension_count", 8),
+        ("attention.value_length", 8),
+        ("attention.head_count", [4, 4, 2]),
+        ("block_count", 2**32),
+        ("context_length", "long"),
+    ],
+)
+def test_a_gguf_that_nobody_implemented(field: str, value: Any):
+    with pytest.raises(ConfigError, match=field):
+        config_from_gguf(gguf_fields("llama", **{field: value}), GGUF_SHAPES)
+
+
+def test_an_unknown_gguf_architecture_is_named():
+    with pytest.raises(ConfigError, match="'bert'; expected one of llama, gemma3"):
+        config_from_gguf(gguf_fields("bert"), GGUF_SHAPES)
+    with pytest.raises(ConfigError, match=r"token_embd\.weight"):
+        config_from_gguf(gguf_fields("llama"), {})
+
+
+def test_an_unknown_family_is_named():
+    assert family_of("mistral").hf is family_of("llama").hf
+    with pytest.raises(ConfigError, match="'mamba'; expected one of llama, mistral, gemma3"):
+        family_of("mamba")
