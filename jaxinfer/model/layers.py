@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Float64
 
 from jaxinfer.arrays import Hidden, Positions
 from jaxinfer.config import Activation, ModelConfig, RopeConfig
@@ -52,23 +53,22 @@ def softcap(x: Float[Array, "*any"], cap: float | None) -> Float[Array, "*any"]:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _stretch_llama3(rope: RopeConfig, frequencies: Float32[Array, " half"]) -> Float32[Array, " half"]:
+def _stretch_llama3(rope: RopeConfig, frequencies: Float64[np.ndarray, " half"]) -> Float64[np.ndarray, " half"]:
     """Divide low frequencies by `factor`, leave high ones, blend linearly in between (Llama 3.1's `rope_scaling`)."""
     turns = rope.original_context * frequencies / (2 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = jnp.clip(keep, 0.0, 1.0)
+    keep = np.clip(keep, 0.0, 1.0)
     return frequencies * (keep + (1 - keep) / rope.factor)
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[Array, " half"]:
-    """Radians that each pair of a head's features turns by per position."""
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    frequencies = 1.0 / rope.theta**exponents
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " half"]:
+    """Radians that each pair of a head's features turns by per position; made in float64 and rounded once."""
+    frequencies = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind == "llama3":
-        return _stretch_llama3(rope, frequencies)
-    return frequencies
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        frequencies = _stretch_llama3(rope, frequencies)
+    return frequencies.astype(np.float32)
 
 
 def rope_phases(rope: RopeConfig, head_dim: int, positions: Positions) -> Phases:

@@ -1,0 +1,66 @@
+"""The default always works and says why; a form asked for by name runs or fails loudly."""
+
+import logging
+
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import FORMS, Entry, choose
+
+
+def refuse(*args: int) -> int:
+    raise NotImplementedError("head_dim 7 is no multiple of 8")
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = (Entry("elsewhere", refuse, ("tpu",)), Entry("picky", refuse), Entry("plain", double))
+    monkeypatch.setitem(FORMS, "kv_write", forms)
+
+
+@pytest.mark.usefixtures("entries")
+def test_the_default_passes_over_a_form_that_cannot_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=dispatch.__name__)
+    choice = choose("kv_write", platform="cpu")
+    assert choice.name == "picky"
+    assert "['picky', 'plain']" in choice.why
+    assert choice(21) == 42
+    assert "head_dim 7 is no multiple of 8" in caplog.text
+
+
+@pytest.mark.usefixtures("entries")
+def test_a_named_form_fails_loudly() -> None:
+    with pytest.raises(NotImplementedError, match="head_dim 7"):
+        choose("kv_write", "picky", "cpu")(21)
+    assert choose("kv_write", "plain", "cpu").why == "asked for by name"
+
+
+@pytest.mark.usefixtures("entries")
+def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match=r"'fast'.*picky.*plain"):
+        choose("kv_write", "fast", "cpu")
+
+
+def test_a_fault_inside_a_form_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(number: int) -> int:
+        raise TypeError(f"{number} is not an array")
+
+    monkeypatch.setitem(FORMS, "kv_write", (Entry("broken", broken), Entry("plain", double)))
+    with pytest.raises(TypeError, match="not an array"):
+        choose("kv_write", platform="cpu")(21)
+
+
+@pytest.mark.parametrize("operation", FORMS)
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_every_default_ends_at_the_reference(operation: dispatch.Operation, platform: str) -> None:
+    assert choose(operation, platform=platform).entries[-1].name == "reference"
+
+
+def test_equal_choices_are_equal_static_arguments() -> None:
+    assert choose("kv_write", platform="cpu") == choose("kv_write", platform="cpu")
+    assert hash(choose("kv_write", platform="cpu")) == hash(choose("kv_write", platform="cpu"))
+    assert choose("kv_write", platform="cpu") != choose("kv_write", "reference", "cpu")
