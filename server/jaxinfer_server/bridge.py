@@ -47,6 +47,7 @@ class Bridge:
         self._tokenizer = tokenizer
         self._limits = limits or BridgeLimits()
         self._streams: dict[str, DeltaStream] = {}
+        self._readers = 0
         self._numbers = itertools.count()
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -74,9 +75,14 @@ class Bridge:
         return self._working and time.monotonic() - self._progress > self._limits.stall
 
     @property
-    def open_streams(self) -> int:
+    def running(self) -> int:
         """Requests whose last choice has not ended."""
         return len(self._streams)
+
+    @property
+    def open_streams(self) -> int:
+        """Requests that are being read: running, or ended with output that nobody has taken yet."""
+        return self._readers
 
     def check_open(self) -> None:
         """Raises Unavailable where no request is taken: draining, closed, or the engine is down."""
@@ -98,11 +104,13 @@ class Bridge:
         request = replace(request, id=f"{next(self._numbers)}:{request.id}")  # a caller may send an id twice
         stream = DeltaStream(request, self._tokenizer, self._limits.buffer)
         self._streams[request.id] = stream
+        self._readers += 1
         try:
             await self._ask(lambda: self._loop.add(request))
             async with stream.reading():
                 yield stream
         finally:
+            self._readers -= 1
             if self._streams.pop(request.id, None) is not None:
                 self._stop(request.id)
 
@@ -118,12 +126,12 @@ class Bridge:
         return await self._ask(self._loop.stats)
 
     async def drain(self, grace: float) -> bool:
-        """Take no new request and wait for the running ones; False where some were left after `grace` seconds."""
+        """Take no new request and wait until the others are read to their end; False where `grace` seconds pass."""
         self._draining = True
         deadline = time.monotonic() + grace
-        while self._streams and time.monotonic() < deadline:
+        while self._readers and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        return not self._streams
+        return self._readers == 0
 
     async def close(self, wait: float = 5.0) -> None:
         """End the streams that are left with Unavailable, and the thread after its step; `wait` seconds at most."""

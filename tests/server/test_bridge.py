@@ -26,6 +26,11 @@ async def bridged(assembly, **limits):
         await bridge.close()
 
 
+def run(coroutine):
+    """Its result; a hang is a failure."""
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
 async def read(bridge, wanted):
     async with bridge.stream(wanted) as deltas:
         return [delta async for delta in deltas]
@@ -56,32 +61,42 @@ def test_a_stream_is_the_loops_output(doubles):
             assert [delta.finish for delta in deltas if delta.finish] == [FinishReason.STOP]
             assert bridge.open_streams == 0
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_leaving_early_stops_the_request(doubles):
+def test_leaving_early_frees_the_request_within_a_step(doubles):
     async def main():
-        async with bridged(doubles.scripted_assembly()) as bridge:
+        assembly = doubles.scripted_assembly()
+        permits = threading.Semaphore(5)
+        assembly.runner.before_step = permits.acquire
+        async with bridged(assembly) as bridge:
             async with bridge.stream(request()) as deltas:
                 await anext(deltas)
-            assert bridge.open_streams == 0
-            assert (await until_idle(bridge)).free_pages == 1024
+            assert bridge.running == bridge.open_streams == 0
+            permits.release(6)  # what may have been asked for before, and one step more
+            stats = await bridge.stats()
+            while stats.running:
+                stats = await bridge.stats()
+            assert stats.free_pages == 1024
+            assert stats.steps <= 7
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_cancelled_task_stops_its_request(doubles):
     async def main():
-        async with bridged(doubles.paced_assembly(0.001)) as bridge:
+        async with bridged(doubles.paced_assembly(0.002)) as bridge:
             tasks = [asyncio.create_task(read(bridge, request(f"r{i}"))) for i in range(20)]
-            await until(lambda: bridge.open_streams == 20)
+            await until(lambda: bridge.running == 20)
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(result, asyncio.CancelledError) for result in results)
-            assert (await until_idle(bridge)).free_pages == 1024
+            stats = await until_idle(bridge)
+            assert stats.free_pages == 1024
+            assert stats.output_tokens < 3000  # of 60,000
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_requests_may_share_an_id_and_are_aborted_together(doubles):
@@ -96,7 +111,7 @@ def test_requests_may_share_an_id_and_are_aborted_together(doubles):
             assert (await other)[-1].finish is FinishReason.LENGTH
             assert not bridge.abort("same")
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_request_that_the_loop_refuses_leaves_nothing_behind(doubles):
@@ -107,7 +122,7 @@ def test_a_request_that_the_loop_refuses_leaves_nothing_behind(doubles):
             assert bridge.open_streams == 0
             assert bridge.ready
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_slow_reader_is_bounded_and_the_others_are_not_slowed(doubles):
@@ -124,7 +139,7 @@ def test_a_slow_reader_is_bounded_and_the_others_are_not_slowed(doubles):
             assert bridge.open_streams == 0
             assert (await until_idle(bridge)).free_pages == 1024
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_what_piles_up_comes_joined(doubles):
@@ -133,12 +148,12 @@ def test_what_piles_up_comes_joined(doubles):
             bridged(doubles.scripted_assembly()) as bridge,
             bridge.stream(request(max_tokens=100, n=2)) as deltas,
         ):
-            await until(lambda: bridge.open_streams == 0)
+            await until(lambda: bridge.running == 0)
             found = [delta async for delta in deltas]
             assert sorted(delta.choice for delta in found) == [0, 1]
             assert all(len(delta.token_ids) == 100 and delta.finish for delta in found)
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_joined_keeps_everything():
@@ -171,7 +186,7 @@ def test_the_engine_thread_sleeps_while_there_is_nothing_to_do(doubles):
         assert bridge.turns == turns > 3
         await bridge.close()
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_the_death_of_the_engine_thread_reaches_everybody(doubles, caplog):
@@ -192,7 +207,7 @@ def test_the_death_of_the_engine_thread_reaches_everybody(doubles, caplog):
             with pytest.raises(Unavailable):
                 await bridge.stats()
 
-    asyncio.run(main())
+    run(main())
     assert "the engine thread ended" in caplog.text
 
 
@@ -208,7 +223,7 @@ def test_a_failing_step_ends_every_request_with_an_error(doubles, caplog):
             assert end.finish is FinishReason.ERROR
             await until(lambda: not bridge.ready)
 
-    asyncio.run(main())
+    run(main())
     assert "no more" in caplog.text
 
 
@@ -232,7 +247,7 @@ def test_text_that_cannot_be_made_harms_nobody_else(doubles, caplog):
             assert joined(await other).text == "fine"
             assert bridge.ready
 
-    asyncio.run(main())
+    run(main())
     assert "could not be made into text" in caplog.text
 
 
@@ -251,7 +266,7 @@ def test_no_progress_with_work_running_is_not_ready_until_it_goes_on(doubles):
             await asyncio.sleep(0.1)
             assert bridge.ready  # idle is no stall
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_drain_lets_the_running_finish_and_refuses_the_new(doubles):
@@ -267,7 +282,19 @@ def test_drain_lets_the_running_finish_and_refuses_the_new(doubles):
             assert await draining
             assert (await running)[-1].finish is FinishReason.LENGTH
 
-    asyncio.run(main())
+    run(main())
+
+
+def test_drain_waits_for_output_that_is_not_read_yet(doubles):
+    async def main():
+        async with bridged(doubles.scripted_assembly()) as bridge:
+            async with bridge.stream(request(max_tokens=10)) as deltas:
+                await until(lambda: bridge.running == 0)
+                assert not await bridge.drain(0.05)
+                assert len(joined([delta async for delta in deltas]).token_ids) == 10
+            assert await bridge.drain(0.05)
+
+    run(main())
 
 
 def test_drain_gives_up_after_its_grace_and_close_ends_the_rest(doubles):
@@ -279,7 +306,7 @@ def test_drain_gives_up_after_its_grace_and_close_ends_the_rest(doubles):
         with pytest.raises(Unavailable, match="stopped"):
             await running
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_step_that_hangs_does_not_keep_the_server_from_closing(doubles, caplog):
@@ -297,7 +324,7 @@ def test_a_step_that_hangs_does_not_keep_the_server_from_closing(doubles, caplog
             await stuck
         return bridge._thread
 
-    thread = asyncio.run(main())
+    thread = run(main())
     gate.set()
     thread.join(10)
     assert not thread.is_alive()
