@@ -65,9 +65,8 @@ class Layout:
 
 
 def padding(layout: Layout, rows: int) -> NDArray[np.int32]:
-    """Rows that write nothing and that nobody reads: no tokens, slot past the end, greedy."""
+    """Rows that write nothing and that nobody reads: no tokens, nothing sampled, greedy."""
     packed = np.zeros((rows, layout.width), np.int32)
-    packed[:, SCALARS["slot"]] = layout.slots
     packed[:, SCALARS["greedy"]] = 1
     packed[:, layout.stops] = layout.vocab
     return packed

@@ -157,6 +157,8 @@ class EngineRunner:
         outputs = [(self._prefill(chunk), chunk) for chunk in plan.prefills]
         prefills = tuple((output, (chunk.row,)) for output, chunk in outputs if chunk.samples)
         decodes = ((self._decode(plan.decodes), tuple(row.row for row in plan.decodes)),) if plan.decodes else ()
+        for output, _ in (*prefills, *decodes):
+            output.copy_to_host_async()
         return Pending(prefills, decodes)
 
     def fetch(self, handle: Pending) -> StepTokens:

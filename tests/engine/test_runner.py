@@ -66,6 +66,19 @@ def test_steps_dispatched_ahead_give_the_same_tokens(runner):
     assert [*tokens[0].prefills, *(step.decodes[0] for step in tokens[1:])] == expected
 
 
+def test_a_plan_may_change_once_it_is_dispatched(runner):
+    """The scheduler goes on using its page tables while the step runs."""
+    (expected,) = generate(runner, [Seq(prompt(12), 0)], 3)
+    sequence, handles = Seq(prompt(12), 0), []
+    for make in (lambda: StepPlan(prefills=(sequence.chunk(),)), *[lambda: StepPlan(decodes=(sequence.decode(),))] * 3):
+        sequence.pages = list(range(12))
+        handles.append(runner.dispatch(make()))
+        sequence.pages[:] = [47] * 12
+        sequence.ids[:] = [0] * 12
+    steps = [runner.fetch(handle) for handle in handles]
+    assert [(*step.prefills, *step.decodes)[0] for step in steps] == expected
+
+
 def test_one_plan_with_everything_equals_one_call_each(runner):
     sequences = [Seq(prompt(9, i), i, PENALISED) for i in range(2)]
     expected = generate(runner, sequences, 1)
