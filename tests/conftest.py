@@ -5,10 +5,16 @@ A model package that is not installed is an error that names the command; nothin
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from jaxinfer import LLM
 
 TESTS = Path(__file__).parent
 
@@ -55,3 +61,28 @@ def gemma_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_path() -> Path:
     """The checkpoint that scripts/train_tiny_model.py trains: it recites tests/data/tiny/text.txt."""
     return TESTS / "data" / "tiny" / "model"
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_path: Path) -> "LLM":
+    """The tests' checkpoint behind a small engine of 4 slots, 96 tokens of context and 24 pages of 16.
+
+    Shared by everybody: leave it idle. `fresh_llm` is for what counts steps, or may leave something behind.
+    """
+    from jaxinfer import LLM, CacheConfig, EngineConfig
+
+    engine = EngineConfig(slots=4, context=96, chunk=32, cache=CacheConfig(page_size=16, pages=24))
+    return LLM.load(str(tiny_path), engine, progress=False)
+
+
+@pytest.fixture
+def fresh_llm(tiny_llm: "LLM") -> Iterator["LLM"]:
+    """`tiny_llm`'s engine under a loop of its own with a short queue, which is idle again when the test ends."""
+    from jaxinfer import LLM
+    from jaxinfer.scheduler.loop import EngineLoop
+
+    loop = EngineLoop(tiny_llm.assembly.runner, queue=8, prefix_cache=True)
+    yield LLM(replace(tiny_llm.assembly, loop=loop))
+    loop.check()
+    stats = loop.stats()
+    assert (stats.waiting, stats.running, stats.free_pages) == (0, 0, stats.total_pages)

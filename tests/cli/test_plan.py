@@ -1,0 +1,40 @@
+"""`plan`: what fits and how fast, before a weight is read."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxinfer import CacheConfig, EngineConfig
+from jaxinfer.checkpoint.load import load_config
+from jaxinfer.cli.plan import plan_chip, weight_bytes
+from jaxinfer.roofline import CHIPS, Chip, kv_bytes_per_token, total_weights
+
+ENGINE = EngineConfig(slots=4, context=96, chunk=32, cache=CacheConfig(page_size=16, pages=24))
+
+
+def test_plan_says_what_fits_and_how_fast_without_loading(code, tiny_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxinfer.checkpoint.load.load", lambda *_, **__: pytest.fail("a weight is read"))
+    arguments = ["plan", str(tiny_path), "--page-size", "16", "--chunk", "32"]
+    assert code(*arguments, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["chip"] for row in rows} == set(CHIPS)
+    config = load_config(str(tiny_path))
+    norms = (2 * config.layers + 1) * config.width * 4
+    assert {row["weight_bytes"] for row in rows} == {2 * total_weights(config) + norms}
+    assert {row["page_bytes"] for row in rows} == {16 * kv_bytes_per_token(config, 2)}
+    assert code(*arguments, "--chip", "H100", "--chip", "L4") == 0
+    out = capsys.readouterr().out
+    assert "8 executables" in out  # one seat, one prefill of 32 tokens, decodes of 1, 2, 4 ... 32 rows
+    assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:] == ["H100", "L4"]
+    assert code(*arguments, "--chip", "abacus") == 2
+
+
+def test_plan_splits_over_devices_and_says_what_does_not_fit(tiny_path):
+    config = load_config(str(tiny_path))
+    alone, both = (weight_bytes(config, "float32", devices) for devices in (1, 2))
+    assert alone / 2 < both < alone  # all but the norms is split
+    tight = Chip("tight", 1e12, 1e9, memory=alone + 100)
+    engine = dataclasses.replace(ENGINE, dtype="float32")
+    assert plan_chip(config, engine, alone, tight).pages is None
+    assert plan_chip(config, engine, alone, CHIPS["L4"]).pages == ENGINE.cache.pages
