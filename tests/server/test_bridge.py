@@ -290,9 +290,11 @@ def test_drain_waits_for_output_that_is_not_read_yet(doubles):
         async with bridged(doubles.scripted_assembly()) as bridge:
             async with bridge.stream(request(max_tokens=10)) as deltas:
                 await until(lambda: bridge.running == 0)
-                assert not await bridge.drain(0.05)
+                draining = asyncio.create_task(bridge.drain(30))
+                await asyncio.sleep(0.1)
+                assert not draining.done()
                 assert len(joined([delta async for delta in deltas]).token_ids) == 10
-            assert await bridge.drain(0.05)
+            assert await draining
 
     run(main())
 

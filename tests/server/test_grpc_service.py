@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from dataclasses import replace
 from itertools import islice
 
 import grpc
@@ -379,6 +380,14 @@ def test_abort_of_an_unknown_request_says_so(client, stub):
     with pytest.raises(grpc.RpcError) as caught:
         stub.Abort(pb.AbortRequest())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_stop_string_stops_the_engine_too(paced):
+    with paced.client() as client:
+        (out,) = client.generate("x", replace(ENDLESS, stop=("def",)))
+    assert (out.text, out.finish) == ("abc", FinishReason.STOP)
+    assert out.usage.completion_tokens == len(out.token_ids) == 6
+    assert was_stopped(paced)
 
 
 def test_the_client_raises_cancelled_when_another_aborts(paced):
