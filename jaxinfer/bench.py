@@ -4,6 +4,7 @@ Knows: what to measure and how. The bound uses what JAX reaches on this machine 
 the dtype of the weights, not a data sheet; so it says how far the step is from what XLA can do here.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from jaxinfer.roofline import Chip, decode_cost, prefill_cost
 from jaxinfer.roofline import bound as roofline
 
 READ_BYTES = 256 * 2**20
+ENOUGH = 3e-3
+"""Seconds that a measurement lasts at least, so that starting it does not count: sizes double until it does."""
 TRIES = 5
 
 
@@ -98,16 +101,29 @@ def _check_fits(llm: LLM, streams: Sequence[int], prompt: int, output: int) -> N
 
 def measure_machine(dtype: jnp.dtype) -> Chip:
     """The FLOP/s of a square matmul and the bytes/s of the fastest large read or copy: the best of a few tries each."""
-    side = 2_048
-    square = jnp.ones((side, side), dtype)
     matmul = jax.jit(lambda a, b: jnp.einsum("ik,jk->ij", a, b))
-    flops = 2 * side**3 / _best(lambda: matmul(square, square))
-    rows = READ_BYTES // dtype.itemsize // side
-    matrix, vector = jnp.ones((rows, side), dtype), jnp.ones((1, side), dtype)
-    read = READ_BYTES / _best(lambda: matmul(vector, matrix))
     add = jax.jit(lambda a: a + 1)
-    copy = 2 * READ_BYTES / _best(lambda: add(matrix))
-    return Chip("this machine", flops, max(read, copy), float("nan"))
+
+    def flops(side: int) -> tuple[float, float]:
+        square = jnp.ones((side, side), dtype)
+        seconds = _best(lambda: matmul(square, square))
+        return 2 * side**3 / seconds, seconds
+
+    def bandwidth(size: int) -> tuple[float, float]:
+        matrix = jnp.ones((size // dtype.itemsize // 2_048, 2_048), dtype)
+        read, copy = _best(lambda: matmul(matrix[:1], matrix)), _best(lambda: add(matrix))
+        return max(size / read, 2 * size / copy), read
+
+    return Chip("this machine", _grown(flops, 2_048, 16_384), _grown(bandwidth, READ_BYTES, 16 * READ_BYTES), math.nan)
+
+
+def _grown(measure: Callable[[int], tuple[float, float]], size: int, largest: int) -> float:
+    """The rate at the first size, doubled from `size` on, that takes ENOUGH seconds, or at the largest."""
+    rate, seconds = measure(size)
+    while seconds < ENOUGH and size < largest:
+        size *= 2
+        rate, seconds = measure(size)
+    return rate
 
 
 def _best(work: Callable[[], jax.Array]) -> float:

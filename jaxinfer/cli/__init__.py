@@ -4,7 +4,6 @@ Exit codes: 0 fine, 1 the machine or the engine failed, 2 bad usage or bad input
 interrupted. Nothing here imports JAX before a command needs it, so `--help` answers at once.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -46,14 +45,12 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, `sys.argv` by default. Exits; a JaxInferError becomes one line on stderr."""
+    """Run the command line, `sys.argv` by default. Exits; an error of ours or of the system is one line on stderr."""
     try:
         app(arguments, prog_name="jaxinfer")
     except JaxInferError as error:
         print(f"jaxinfer: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BAD_INPUT) else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
+    except OSError as error:  # a folder that is not there, a full disk; click itself sees to a closed pipe
+        print(f"jaxinfer: {error}", file=sys.stderr)
         sys.exit(1)

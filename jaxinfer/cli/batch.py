@@ -43,7 +43,11 @@ def command(
         return LLM.load(ref, engine)
 
     answer = run_pipe if "-" in (str(source), str(target)) else run_file
-    summary = answer(load, ref, source, target, params, overwrite=overwrite, progress=progress)
+    try:
+        summary = answer(load, ref, source, target, params, overwrite=overwrite, progress=progress)
+    except KeyboardInterrupt:
+        print(f"stopped; what is in {target} stays, and the same command goes on", file=sys.stderr)
+        raise
     if summary.failed:
         print(f"{summary.failed} of {summary.lines} lines failed; see their error", file=sys.stderr)
         raise typer.Exit(SOME_FAILED)

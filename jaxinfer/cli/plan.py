@@ -25,7 +25,8 @@ def command(
     """Print what a model needs and could reach, chip by chip.
 
     Memory per device (weights, pages of the KV cache), the executables that warm-up compiles, and the least time that a
-    step can take by the roofline: from the configuration alone, so nothing is loaded and no chip is needed.
+    step can take by the roofline: from the configuration alone, so nothing is loaded and no chip is needed
+    (hf: is downloaded).
 
     \b
     jaxinfer plan

@@ -123,6 +123,15 @@ def test_a_refused_openai_line_has_an_error_and_a_400(llm):
     assert record["response"]["status_code"] == 400
 
 
+def test_the_bar_counts_lines_and_tokens(llm, capsys):
+    data = b'{"prompt": "bell"}\n{"prompt": "By day"}\n'
+    run(llm, io.BytesIO(data), Pipe(io.BytesIO()), DEFAULTS, names=set(), total=2, progress=True)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert "2/2" in last
+    assert "tok/s" in last
+    assert "0.0 tok/s" not in last
+
+
 def test_a_file_is_read_only_as_far_as_the_window(llm):
     """A million lines must not be read, and not be answered, ahead of the first."""
     lines = iter(range(10**6))

@@ -1,6 +1,7 @@
 """The manual, the exit codes, and that every flag does something."""
 
 import dataclasses
+import errno
 import subprocess
 import sys
 
@@ -73,6 +74,25 @@ def test_other_failures_have_exit_code_1(code, monkeypatch, capsys):
     monkeypatch.setattr(generate, "open_source", broken)
     assert code("generate", "x") == 1
     assert capsys.readouterr().err == "jaxinfer: the server is draining\n"
+
+
+def test_the_system_s_errors_are_one_line_too(code, tmp_path, capsys):
+    source = tmp_path / "in"
+    source.write_text("{}")
+    assert code("batch", str(source), str(tmp_path / "no" / "out")) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("error", "expected"), [(KeyboardInterrupt, 130), (BrokenPipeError(errno.EPIPE, "x"), 1)])
+def test_ctrl_c_and_a_closed_pipe_end_without_a_word(code, error, expected, monkeypatch, capsys):
+    def ending(*_):
+        raise error
+
+    monkeypatch.setattr(generate, "open_source", ending)
+    before = sys.stdout, sys.stderr
+    assert code("generate", "x") == expected
+    sys.stdout, sys.stderr = before
+    assert capsys.readouterr() == ("", "")
 
 
 def test_python_m_is_the_same_command():

@@ -64,6 +64,7 @@ def test_a_copy_that_differs_is_found_out(code, tiny_path, tmp_path, monkeypatch
 
 def test_bench_measures_each_number_of_streams(code, llm, model, monkeypatch, capsys):
     monkeypatch.setattr("jaxinfer.bench.READ_BYTES", 2**20)
+    monkeypatch.setattr("jaxinfer.bench.ENOUGH", 0.0)
     monkeypatch.setattr(LLM, "load", lambda ref, engine: llm)
     _, ref, *_ = model
     sizes = ["--streams", "1", "--streams", "3", "--prompt", "40", "--output", "5"]

@@ -25,9 +25,13 @@ def test_plan_says_what_fits_and_how_fast_without_loading(code, tiny_path, capsy
     assert {row["page_bytes"] for row in rows} == {16 * kv_bytes_per_token(config, 2)}
     assert code(*arguments, "--chip", "H100", "--chip", "L4") == 0
     out = capsys.readouterr().out
-    assert "8 executables" in out  # one seat, one prefill of 32 tokens, decodes of 1, 2, 4 ... 32 rows
     assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:] == ["H100", "L4"]
     assert code(*arguments, "--chip", "abacus") == 2
+
+
+def test_plan_counts_the_executables_that_warm_up_makes(code, llm, tiny_path, flags, capsys):
+    assert code("plan", str(tiny_path), *flags) == 0
+    assert f"\n{len(llm.assembly.runner._steps)} executables: " in capsys.readouterr().out
 
 
 def test_plan_splits_over_devices_and_says_what_does_not_fit(tiny_path):
