@@ -72,14 +72,14 @@ class Peer(Protocol):
 
 
 class Ours:
-    """jaxinfer through its engine loop."""
+    """jaxinfer through its engine loop, `slots` sequences at most."""
 
-    def __init__(self, ref: str) -> None:
+    def __init__(self, ref: str, slots: int = 32) -> None:
         from jaxinfer.assembly import assemble
         from jaxinfer.config import CacheConfig, EngineConfig
 
-        cache = CacheConfig(pages=32 * 24)  # 32 rows of 1,024 tokens, and room for the most turns
-        self._assembly = assemble(ref, EngineConfig(dtype="float32", prefix_cache=False, cache=cache))
+        cache = CacheConfig(pages=slots * 24)  # each row has room for 1,024 tokens and the most turns
+        self._assembly = assemble(ref, EngineConfig(slots=slots, dtype="float32", prefix_cache=False, cache=cache))
         self._live: list[str] = []
 
     def prefill(self, prompt: list[int]) -> tuple[float, int]:
@@ -259,7 +259,7 @@ def table(rows: list[Row]) -> str:
         ),
     ]
     agreed = sum(row.same_first_token for row in rows)
-    lines += ["", f"First tokens of both sides are equal in {agreed} of {len(rows)} rows. {machine()}"]
+    lines += ["", f"First tokens of both sides are equal in {agreed} of {len(rows)} rows."]
     return "\n".join(lines)
 
 
@@ -285,14 +285,19 @@ def main(
 ) -> None:
     """Print a table of jaxinfer beside transformers, f32, on the same weights."""
     from jaxinfer.checkpoint.load import resolve
+    from jaxinfer.errors import CheckpointError
 
+    try:
+        path = str(resolve(model))
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error)) from error
     cases = [case for case in CASES if only in case.name]
     with (
-        sides(str(resolve(model)), threads) as both,
+        sides(path, threads) as both,
         tqdm(total=len(cases) * rounds, desc="turns", file=sys.stderr) as bar,
     ):
         rows = [measure(case, both, rounds, bar) for case in cases]
-    print(f"{threads} threads, float32, medians of {rounds} turns a side.\n\n{table(rows)}")
+    print(f"{table(rows)} Float32, {threads} threads, medians of {rounds} turns a side. {machine()}")
     if as_json:
         as_json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=2) + "\n")
 

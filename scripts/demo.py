@@ -18,6 +18,7 @@ from jaxinfer.cli.source import timing_line
 from jaxinfer_server.client import Client
 
 PROMPT = "The capital of France is"
+SMALL = ("--slots", "4", "--chunk", "128")  # fewer shapes to compile the first time
 STOP_SECONDS = 30.0
 
 
@@ -28,16 +29,20 @@ def serving(model: str) -> Iterator[str]:
     Raises SystemExit where the server ends before it is ready; it has then said why on standard error.
     """
     command = [sys.executable, "-m", "jaxinfer", "serve", model, "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield _wait_until_ready(server)
-    finally:
-        server.terminate()
+    with subprocess.Popen([*command, *SMALL], stdout=subprocess.PIPE, text=True) as server:
         try:
-            server.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            yield _wait_until_ready(server)
+        finally:
+            _stop(server)
+
+
+def _stop(server: "subprocess.Popen[str]") -> None:
+    """Let the server drain; end it where it takes too long."""
+    server.terminate()
+    try:
+        server.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
 
 
 def _wait_until_ready(server: "subprocess.Popen[str]") -> str:
