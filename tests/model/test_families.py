@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.errors import ConfigError
-from jaxinfer.model.families import config_from_gguf, config_from_hf, family_of
+from jaxinfer.model.families import config_from_gguf, config_from_hf, family_of, with_rope_factors
+from jaxinfer.model.layers import rope_frequencies
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -257,6 +259,18 @@ def test_gguf_ties_the_head_where_there_is_none():
 def test_gguf_linear_rope():
     fields = gguf_fields("llama", **{"rope.scaling.type": "linear", "rope.scaling.factor": 2.0})
     assert config_from_gguf(fields, GGUF_SHAPES).rope == RopeConfig(500_000.0, "linear", 2.0)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_gguf_divisors_of_the_rope_are_llama3s_rule(factor: float):
+    config = config_from_hf({**LLAMA, "head_dim": 64})
+    rope = RopeConfig(500_000.0, "llama3", factor, 1.0, 4.0, 8_192)
+    divisors = np.asarray(rope_frequencies(config.rope, 64) / rope_frequencies(rope, 64))
+    assert 1 < np.median(divisors) < factor
+    assert with_rope_factors(config, divisors).rope == rope
+    for wrong in (divisors[::-1], divisors[:-1], divisors * 1.01, divisors * np.nan, np.full(32, factor)):
+        with pytest.raises(ConfigError, match=r"rope_freqs\.weight"):
+            with_rope_factors(config, wrong)
 
 
 def test_gguf_gemma3_knows_what_the_file_does_not_say():

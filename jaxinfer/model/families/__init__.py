@@ -13,9 +13,19 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import gemma3, llama
 from jaxinfer.model.families.fields import Fields
 from jaxinfer.model.families.leaves import Leaf, Naming, leaf_of
-from jaxinfer.model.families.llama import Shapes
+from jaxinfer.model.families.llama import Shapes, with_rope_factors
 
-__all__ = ["FAMILIES", "Family", "Leaf", "Naming", "config_from_gguf", "config_from_hf", "family_of", "leaf_of"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Leaf",
+    "Naming",
+    "config_from_gguf",
+    "config_from_hf",
+    "family_of",
+    "leaf_of",
+    "with_rope_factors",
+]
 
 
 @dataclass(frozen=True, slots=True)

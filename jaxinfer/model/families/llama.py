@@ -3,9 +3,15 @@
 Sources: transformers' LlamaConfig and MistralConfig; llama.cpp's `llama` architecture.
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.errors import ConfigError
 from jaxinfer.model.families.fields import MAX_LAYERS, Fields, read_rope
 from jaxinfer.model.families.leaves import Naming
 
@@ -131,3 +137,27 @@ def rope_from_gguf(fields: Fields, prefix: str, theta: float) -> RopeConfig:
         fields.expect(f"{prefix}.rope.scaling.factor", 1.0)
         return RopeConfig(theta=theta)
     return RopeConfig(theta=theta, kind="linear", factor=fields.number(f"{prefix}.rope.scaling.factor"))
+
+
+def with_rope_factors(config: ModelConfig, factors: Float[np.ndarray, " half"]) -> ModelConfig:
+    """The configuration whose rope is stretched as `rope_freqs.weight` of a Llama 3.x GGUF file says.
+
+    The file holds what each frequency is divided by, and not the rule behind it. Every Llama 3.x has the same rule but
+    for its factor, which is the divisor of the lowest frequency. Raises ConfigError where that rule gives others.
+    """
+    if not np.all(np.isfinite(factors)) or factors.shape != (config.head_dim // 2,) or factors[-1] < 1:
+        raise ConfigError(
+            f"rope_freqs.weight of shape {factors.shape} holds no divisors of {config.head_dim // 2} phases"
+        )
+    rope = RopeConfig(config.rope.theta, "llama3", float(factors[-1]), 1.0, 4.0, 8_192)
+    if config.rope.kind != "default" or not np.allclose(factors, _llama3_factors(rope, config.head_dim), rtol=1e-4):
+        raise ConfigError("rope_freqs.weight stretches the rope in a way that is not Llama 3's; it is not implemented")
+    return dataclasses.replace(config, rope=rope)
+
+
+def _llama3_factors(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, " half"]:
+    """What llama3's rule divides each frequency by."""
+    frequencies = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = rope.original_context * frequencies / (2 * math.pi)
+    keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return 1 / (keep + (1 - keep) / rope.factor)
