@@ -11,11 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import grpc
 import pytest
 
 from jaxinfer.assembly import Assembly
 from jaxinfer_server.client import Client
 from jaxinfer_server.launch import ServeOptions, Server
+from jaxinfer_server.v1 import inference_pb2_grpc as rpc
 
 
 @dataclass
@@ -118,3 +120,16 @@ def client(scripted: Running) -> Iterator[Client]:
     """A client of it."""
     with scripted.client() as connected:
         yield connected
+
+
+@pytest.fixture
+def channel(scripted: Running) -> Iterator[grpc.Channel]:
+    """A bare channel to it."""
+    with grpc.insecure_channel(scripted.target) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.Channel) -> rpc.InferenceStub:
+    """The generated stub on that channel."""
+    return rpc.InferenceStub(channel)
