@@ -4,10 +4,10 @@ Rows are cut into strips: a whole row in decode, up to `QUERIES` consecutive que
 its own diagonal. Strips are attended `STRIPS` at a time (decode, sorted by length, so that a short row does not wait on
 a long one) or one by one (prefill), each walking only over the pages that some query of it sees.
 
-The numbers were chosen on CPU (2 cores, float32, 30 layers of 3 kv heads of 64). Decode of 32 rows x 1,024 keys took
-0.7 of the time with keys as the left operand of q.k, because XLA transposes the right one; prefill of 512 tokens took
-0.9 of the time in strips of 128 against strips of 64 or 512. All 32 rows together would save a tenth where their
-lengths are equal, and lose two fifths where they are spread evenly.
+The numbers were chosen on CPU (2 busy cores, processor time, float32, 30 layers of 3 kv heads of 64). Decode of 32 rows
+x 1,024 keys, 4 at a time: 250 to 284 ms with a slice a page, 367 to 463 ms with one gather; 8 or 2 at a time are no
+better. Keys as the left operand of q.k: 0.7 of the time, because XLA transposes the right one. Prefill of 512 tokens:
+270 ms in strips of 128 queries, 379 ms in strips of 64 or 512.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries
 
 QUERIES = 128
 """Most queries of a prefill strip: small enough to skip what lies past the diagonal, large enough for fat products."""
-STRIPS = 8
+STRIPS = 4
 """Decode rows attended together."""
 KEYS = 128
 """Keys that a prefill strip meets in one turn of the loop, in whole pages. Decode meets one page of each row a turn."""
@@ -146,14 +146,21 @@ def _gather(
     owner = jnp.where(page * page_size < span.end[:, None], listed, 0)
     key = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(page.shape[0], -1)
     readable = (key >= span.begin[:, None]) & (key < span.end[:, None])
-    keys, values = (_by_head(pages.at[owner, which].get(mode="clip")) for which in (0, 1))
+    keys, values = (_read(pages, owner, which) for which in (0, 1))
     return keys, jnp.where(readable[:, None, :, None], values, 0.0), key, readable
 
 
-def _by_head(gathered: Float[Array, "i m k b c"]) -> Float[Array, "i k y c"]:
-    """Pages side by side under each head, in float32."""
-    i, m, k, b, c = gathered.shape
-    return jnp.moveaxis(gathered, 1, 2).reshape(i, k, m * b, c).astype(jnp.float32)
+def _read(pages: Pages, owner: Int32[Array, "i m"], which: int) -> Float[Array, "i k y c"]:
+    """Keys (which = 0) or values (1) of the pages that each strip names, side by side under each head, in float32.
+
+    One slice a page, put together, and no gather: XLA on CPU copies a slice in long runs, and a gather one number at a
+    time. Page numbers out of range are clamped.
+    """
+    _, _, k, b, c = pages.shape
+    shape = (1, 1, k, b, c)
+    slices = [jax.lax.dynamic_slice(pages, (page, which, 0, 0, 0), shape)[0] for page in owner.reshape(-1)]
+    stacked = jnp.concatenate(slices).reshape(*owner.shape, k, b, c)
+    return jnp.moveaxis(stacked, 1, 2).reshape(owner.shape[0], k, -1, c).astype(jnp.float32)
 
 
 def _dot_keys(queries: Float[Array, "i k x c"], keys: Float[Array, "i k y c"]) -> Float[Array, "i k x y"]:
