@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-LAYER_0 = frozenset({"errors", "request", "config", "arrays"})
+LAYER_0 = frozenset({"errors", "request", "plan", "config", "arrays"})
 PARTS = LAYER_0 | {"progress", "roofline", "text", "model", "pallas_kernels"}
 DRIVEN = LAYER_0 | {"text", "scheduler", "stream", "output"}
 WHOLE = PARTS | DRIVEN | {"engine", "checkpoint", "driver"}
@@ -23,6 +23,7 @@ SEES: dict[str, frozenset[str]] = {
     "arrays": frozenset(),
     "progress": frozenset(),
     "request": frozenset({"errors"}),
+    "plan": frozenset({"request"}),
     "config": frozenset({"errors"}),
     "roofline": LAYER_0,
     "text": LAYER_0,
@@ -30,7 +31,7 @@ SEES: dict[str, frozenset[str]] = {
     "pallas_kernels": frozenset(),
     "engine": PARTS,
     "checkpoint": PARTS,
-    "scheduler": frozenset({"errors", "request", "config"}),
+    "scheduler": frozenset({"errors", "request", "plan", "config"}),
     "output": LAYER_0,
     "stream": LAYER_0 | {"text"},
     "driver": DRIVEN,

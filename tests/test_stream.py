@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.checkpoint.gguf_header import read_header
 from jaxinfer.errors import EngineFault
-from jaxinfer.request import (
-    Delta,
-    FinishReason,
-    Request,
-    SampledToken,
-    SamplingParams,
-    Timing,
-    TokenEvent,
-    Usage,
-)
+from jaxinfer.request import Delta, FinishReason, Request, SampledToken, SamplingParams, Timing, TokenEvent, Usage
 from jaxinfer.stream import RequestStream
 from jaxinfer.text.json_codec import byte_alphabet
 from jaxinfer.text.tokenizer import TextTokenizer, from_gguf

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from jaxinfer.arrays import Lengths, PageTable, Positions, RowBool, RowInt, Slots, Tokens
 from jaxinfer.engine.sampling import SampleRows
-from jaxinfer.request import MAX_STOP_IDS, DecodeRow, PrefillChunk, RowParams
+from jaxinfer.plan import DecodeRow, PrefillChunk, RowParams
+from jaxinfer.request import MAX_STOP_IDS
 
 INTS = ("slot", "start", "count", "samples", "greedy", "top_k", "history", "ban_stops", "logprobs", "choice")
 SEED = ("seed_high", "seed_low")

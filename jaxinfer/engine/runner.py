@@ -23,17 +23,8 @@ from jaxinfer.engine.state import EngineState, make_state, state_shardings
 from jaxinfer.engine.steps import Program, decode_step, prefill_step, seat_step
 from jaxinfer.errors import ConfigError, EngineFault
 from jaxinfer.model.transformer import Transformer
-from jaxinfer.request import (
-    MAX_LOGPROBS,
-    DecodeRow,
-    Limits,
-    PrefillChunk,
-    RowParams,
-    SampledToken,
-    Seat,
-    StepPlan,
-    StepTokens,
-)
+from jaxinfer.plan import DecodeRow, Limits, PrefillChunk, RowParams, Seat, StepPlan, StepTokens
+from jaxinfer.request import MAX_LOGPROBS, SampledToken
 
 
 def engine_dtype(engine: EngineConfig) -> str:

@@ -7,7 +7,8 @@ because the device clamps an index that is out of range in silence, give wrong t
 from collections.abc import Iterable
 
 from jaxinfer.errors import ConfigError, PromptTooLong, RequestError
-from jaxinfer.request import Limits, Request
+from jaxinfer.plan import Limits
+from jaxinfer.request import Request
 
 
 def check_limits(limits: Limits) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Generic
 
 from jaxinfer.errors import EngineFault, Overloaded, RequestError, Unavailable
-from jaxinfer.request import FinishReason, Request, SampledToken, StepTokens, TokenEvent
+from jaxinfer.plan import StepTokens
+from jaxinfer.request import FinishReason, Request, SampledToken, TokenEvent
 from jaxinfer.scheduler.intake import check_limits, check_request
 from jaxinfer.scheduler.policy import Step, plan_step
 from jaxinfer.scheduler.runner import Handle, Runner

@@ -15,7 +15,7 @@ Knows: the order of the queues and the limits. Runs nothing and reads no clock. 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from jaxinfer.request import DecodeRow, PrefillChunk, Seat, StepPlan
+from jaxinfer.plan import DecodeRow, PrefillChunk, Seat, StepPlan
 from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.scheduler.state import State
 

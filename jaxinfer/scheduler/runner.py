@@ -2,7 +2,7 @@
 
 from typing import Protocol, TypeVar
 
-from jaxinfer.request import Limits, StepPlan, StepTokens
+from jaxinfer.plan import Limits, StepPlan, StepTokens
 
 Handle = TypeVar("Handle")
 

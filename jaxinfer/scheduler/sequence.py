@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
-from jaxinfer.request import FinishReason, Limits, Request, RowParams, Timing, Usage
+from jaxinfer.plan import Limits, RowParams
+from jaxinfer.request import FinishReason, Request, Timing, Usage
 from jaxinfer.scheduler.prefix_cache import page_name, root_name
 
 

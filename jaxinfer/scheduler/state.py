@@ -9,7 +9,7 @@ from bisect import insort
 from collections import Counter
 
 from jaxinfer.errors import EngineFault
-from jaxinfer.request import Limits
+from jaxinfer.plan import Limits
 from jaxinfer.scheduler.pages import PagePool
 from jaxinfer.scheduler.prefix_cache import PrefixCache
 from jaxinfer.scheduler.sequence import Sequence

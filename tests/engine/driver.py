@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.runner import EngineRunner
 from jaxinfer.model.transformer import init_params
-from jaxinfer.request import DecodeRow, PrefillChunk, RowParams, SampledToken, SamplingParams, Seat, StepPlan
+from jaxinfer.plan import DecodeRow, PrefillChunk, RowParams, Seat, StepPlan
+from jaxinfer.request import SampledToken, SamplingParams
 
 MODEL = ModelConfig(
     family="llama",

@@ -11,7 +11,8 @@ import pytest
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.runner import EngineRunner, engine_context
 from jaxinfer.errors import ConfigError, EngineFault
-from jaxinfer.request import SampledToken, SamplingParams, StepPlan
+from jaxinfer.plan import StepPlan
+from jaxinfer.request import SampledToken, SamplingParams
 from jaxinfer.scheduler.runner import Runner
 
 from .driver import ENGINE, GREEDY, MODEL, VOCAB, Seq, generate, ids, make_runner, prompt, run

@@ -12,7 +12,8 @@ from jaxinfer.config import MeshConfig
 from jaxinfer.engine.sharding import make_mesh, pages_sharding, param_shardings
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.transformer import abstract_params
-from jaxinfer.request import SamplingParams, StepPlan
+from jaxinfer.plan import StepPlan
+from jaxinfer.request import SamplingParams
 
 from .driver import ENGINE, GREEDY, MODEL, Seq, generate, ids, make_runner, prompt, run
 

@@ -11,20 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
-from jaxinfer.request import (
-    DecodeRow,
-    FinishReason,
-    Limits,
-    PrefillChunk,
-    Request,
-    RowParams,
-    SampledToken,
-    SamplingParams,
-    Seat,
-    StepPlan,
-    StepTokens,
-    TokenEvent,
-)
+from jaxinfer.plan import DecodeRow, Limits, PrefillChunk, RowParams, Seat, StepPlan, StepTokens
+from jaxinfer.request import FinishReason, Request, SampledToken, SamplingParams, TokenEvent
 from jaxinfer.scheduler.loop import EngineLoop
 
 BLANK = -1

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from jaxinfer.assembly import Assembly
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.request import DecodeRow, Limits, PrefillChunk, RowParams, SampledToken, StepPlan, StepTokens
+from jaxinfer.plan import DecodeRow, Limits, PrefillChunk, RowParams, StepPlan, StepTokens
+from jaxinfer.request import SampledToken
 from jaxinfer.scheduler.loop import EngineLoop
 from jaxinfer_server.launch import ServeOptions, serve
 
