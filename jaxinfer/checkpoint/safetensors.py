@@ -61,7 +61,7 @@ class SafetensorsDirectory:
 
 def _open(path: Path) -> Any:
     if not path.is_file():
-        raise CheckpointError(f"weight file {path.name} is missing")
+        raise CheckpointError(f"weight file {path.name} is missing; other kinds, such as pickled .bin, are not read")
     try:
         return safe_open(str(path), framework="np")
     except (SafetensorError, OSError) as error:

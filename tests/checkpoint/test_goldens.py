@@ -26,14 +26,14 @@ def logits_of(path: Path, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
     start, found = 0, []
 
     @jax.jit
-    def step(batch: TokenBatch, pages):
-        hidden, pages = model.apply({"params": checkpoint.params}, batch, pages, ops)
-        return model.apply({"params": checkpoint.params}, hidden[0], method="logits"), pages
+    def step(params, batch: TokenBatch, pages):
+        hidden, pages = model.apply({"params": params}, batch, pages, ops)
+        return model.apply({"params": params}, hidden[0], method="logits"), pages
 
     for size in chunks:
         positions = jnp.arange(start, start + size, dtype=jnp.int32)[None]
         batch = TokenBatch(jnp.asarray(ids[None, start : start + size]), positions, table, jnp.array([start + size]))
-        logits, pages = step(batch, pages)
+        logits, pages = step(checkpoint.params, batch, pages)
         found.append(np.asarray(logits))
         start += size
     return np.concatenate(found)
