@@ -30,15 +30,18 @@ class ReservedTokens:
     def find(self, text: str) -> Iterator[tuple[int, int, int]]:
         """(start, end, id) of each reserved token in `text`, left to right, without overlaps."""
         done = 0
+        for start, end in self._places(text):
+            if start >= done:
+                done = end
+                yield start, end, self._ids[text[start:end]]
+
+    def _places(self, text: str) -> Iterator[tuple[int, int]]:
+        """(start, end) of the longest reserved token at each place where one starts, overlaps included."""
         for candidate in self._first.finditer(text) if self._first else ():
             start = candidate.start()
-            if start < done:
-                continue
             for length in self._lengths[text[start]]:
-                spelling = text[start : start + length]
-                if spelling in self._ids:
-                    done = start + len(spelling)
-                    yield start, done, self._ids[spelling]
+                if text[start : start + length] in self._ids:
+                    yield start, min(start + length, len(text))
                     break
 
     def split(self, text: str) -> list[str | int]:
@@ -62,7 +65,7 @@ class ReservedTokens:
         ("<|im_" before "end|>") are fenced off too.
         """
         pieces, done = [], 0
-        for start, _, _ in self.find(text):
+        for start, _ in self._places(text):
             pieces += [text[done : start + 1], sentinel]
             done = start + 1
         broken = "".join(pieces) + text[done:]

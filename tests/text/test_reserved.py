@@ -33,6 +33,15 @@ def test_broken_up_texts_hold_no_token_even_side_by_side(texts: list[str]):
     assert together.replace(SENTINEL, "") == "".join(texts)
 
 
+def test_a_token_inside_another_is_broken_up_too():
+    """What is left of `<<s>>` without its first character is a token itself."""
+    for tokens, text in (({"<<s>>": 1, "<s>": 2}, "<<s>>"), ({"<a>": 1, "><b": 2}, "<a><b")):
+        finder = ReservedTokens(tokens)
+        broken = finder.break_up(text, SENTINEL)
+        assert finder.split(broken) == [broken]
+        assert broken.replace(SENTINEL, "") == text
+
+
 @given(SPELLED)
 def test_splitting_loses_nothing(text: str):
     spelling = {token: spelled for spelled, token in TOKENS.items()}
