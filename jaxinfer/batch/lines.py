@@ -191,6 +191,7 @@ def _bias(value: Any) -> dict[int, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"logit_bias is {value!r:.40}; expected an object of token id to number")
     for token in value:
-        if len(token) > 19 or not token.lstrip("-").isascii() or not token.lstrip("-").isdigit():
+        digits = token.removeprefix("-")
+        if len(token) > 19 or not digits.isascii() or not digits.isdigit():
             raise RequestError(f"logit_bias key is {token!r:.40}; expected a token id")
     return {int(token): bias for token, bias in value.items()}

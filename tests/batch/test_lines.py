@@ -85,6 +85,8 @@ def test_damaged_lines_are_refused_with_a_reason(data, reason):
         ({**GOOD, "stop_token_ids": [-1]}, "stop_token_ids"),
         ({**GOOD, "logit_bias": [1]}, "logit_bias"),
         ({**GOOD, "logit_bias": {"5": "x"}}, "logit_bias"),
+        ({**GOOD, "logit_bias": {"--5": 1}}, "logit_bias"),
+        ({**GOOD, "logit_bias": {"-": 1}}, "logit_bias"),
         ({**GOOD, "ignore_eos": "no"}, "ignore_eos"),
         ({**GOOD, "seed": 2**63}, "seed"),
         ({**GOOD, "id": [1]}, "id"),
