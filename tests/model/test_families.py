@@ -154,6 +154,11 @@ def test_a_rope_that_nobody_implemented(rope: Any, named: str):
         ("mlp_bias", True),
         ("rope_interleaved", True),
         ("sliding_window", 16),
+        ("partial_rotary_factor", 0.5),
+        ("attention_multiplier", 0.01),
+        ("residual_multiplier", 0.2),
+        ("embedding_multiplier", 12.0),
+        ("logits_scaling", 8.0),
         ("quantization_config", {"quant_method": "gptq"}),
         ("attention_bias", "yes"),
         ("tie_word_embeddings", 1),
@@ -193,6 +198,12 @@ def test_mistral_has_a_window_on_every_layer_or_on_none():
     assert config_from_hf({**MISTRAL, "sliding_window": None}).windows == ()
     with pytest.raises(ConfigError, match="attention_bias"):
         config_from_hf({**MISTRAL, "attention_bias": True})
+
+
+def test_what_a_mistral_leaves_out_is_what_transformers_takes_for_it():
+    config = config_from_hf(without({**MISTRAL, "num_attention_heads": 16}, "sliding_window", "num_key_value_heads"))
+    assert (config.windows, config.kv_heads) == ((4096,) * 3, 8)
+    assert config_from_hf({**MISTRAL, "num_key_value_heads": None}).kv_heads == 4
 
 
 # ---- gemma 3 ---------------------------------------------------------------------------------------------------------
@@ -293,7 +304,12 @@ def test_gguf_gemma3_27b_scales_queries_by_width_over_heads():
         ("expert_count", 8),
         ("rope.scaling.type", "yarn"),
         ("rope.scaling.factor", 4.0),
+        ("rope.scale_linear", 2.0),
         ("rope.dimension_count", 8),
+        ("attention.scale", 0.01),
+        ("residual_scale", 0.2),
+        ("embedding_scale", 12.0),
+        ("logit_scale", 8.0),
         ("attention.value_length", 8),
         ("attention.head_count", [4, 4, 2]),
         ("block_count", 2**32),

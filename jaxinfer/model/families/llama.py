@@ -57,6 +57,27 @@ GGUF = Naming(
 )
 
 
+_UNIMPLEMENTED_HF = {
+    "mlp_bias": False,
+    "rope_interleaved": False,
+    "partial_rotary_factor": 1.0,
+    "attention_multiplier": None,
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+"""Fields of Llama's relatives, Granite's among them, that change the arithmetic, with the values that do not."""
+_UNIMPLEMENTED_GGUF = {
+    "expert_count": 0,
+    "rope.scale_linear": 1.0,
+    "attention.scale": None,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "logit_scale": 1.0,
+}
+_MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
+
+
 def llama_from_hf(fields: Fields) -> ModelConfig:
     """LlamaForCausalLM; `attention_bias` puts a bias on q, k, v and on the output projection, as transformers does."""
     fields.expect("sliding_window", None)
@@ -65,7 +86,11 @@ def llama_from_hf(fields: Fields) -> ModelConfig:
 
 
 def mistral_from_hf(fields: Fields) -> ModelConfig:
-    """MistralForCausalLM: llama without biases, every layer windowed where `sliding_window` is given."""
+    """MistralForCausalLM: llama without biases, every layer windowed unless `sliding_window` is null.
+
+    A field that is left out has MistralConfig's own default, which for these two is not what null means.
+    """
+    fields = Fields({**_MISTRAL_DEFAULTS, **fields.raw}, fields.where)
     fields.expect("attention_bias", False)
     window = None if fields.get("sliding_window") is None else fields.whole("sliding_window")
     layers = fields.whole("num_hidden_layers", high=MAX_LAYERS)
@@ -74,8 +99,8 @@ def mistral_from_hf(fields: Fields) -> ModelConfig:
 
 def _from_hf(fields: Fields, family: str, windows: tuple[int | None, ...], bias: bool) -> ModelConfig:
     fields.expect("hidden_act", "silu")
-    fields.expect("mlp_bias", False)
-    fields.expect("rope_interleaved", False)
+    for name, neutral in _UNIMPLEMENTED_HF.items():
+        fields.expect(name, neutral)
     width, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     head_dim = fields.whole("head_dim", width // heads)
     return ModelConfig(
@@ -106,7 +131,8 @@ def _rope_from_hf(fields: Fields) -> RopeConfig:
 
 def llama_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
     """llama.cpp's `llama`: the vocabulary is the embedding's rows; the head is tied where `output.weight` is absent."""
-    fields.expect("llama.expert_count", 0)
+    for name, neutral in _UNIMPLEMENTED_GGUF.items():
+        fields.expect(f"llama.{name}", neutral)
     width, heads = fields.whole("llama.embedding_length"), fields.whole("llama.attention.head_count")
     head_dim = fields.whole("llama.attention.key_length", width // heads)
     fields.expect("llama.attention.value_length", head_dim)
