@@ -58,7 +58,7 @@ class Transformer(nn.Module):
     def __call__(self, batch: TokenBatch, pages: tuple[Pages, ...], ops: Ops) -> tuple[Hidden, tuple[Pages, ...]]:
         """Every token's hidden state after the final norm, and the pool with this step's keys. DONATES pages."""
         config = self.config
-        ropes = {config.layer_rope(layer) for layer in range(config.layers)}
+        ropes = dict.fromkeys(map(config.layer_rope, range(config.layers)))  # in order: a set's changes by process
         phases = {rope: rope_phases(rope, config.head_dim, batch.positions) for rope in ropes}
         x, written = self._embed(batch.tokens), []
         for layer, (block, layer_pages) in enumerate(zip(self.block, pages, strict=True)):

@@ -14,6 +14,8 @@ from jaxtyping import jaxtyped
 
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.engine.ops import PagedOps
+from jaxinfer.model import transformer
+from jaxinfer.model.layers import rope_phases
 from jaxinfer.model.ops import TokenBatch
 from jaxinfer.model.transformer import Transformer, abstract_params, init_params, logical_axes
 
@@ -195,6 +197,20 @@ def test_the_embedding_scale_is_rounded_to_the_weights_dtype() -> None:
         params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract_params(config, dtype))
         embed = Transformer(config, dtype).apply({"params": params}, jnp.zeros((1, 1), jnp.int32), method="_embed")
         np.testing.assert_array_equal(np.asarray(embed, np.float32), np.float32(scale))
+
+
+def test_ropes_are_traced_in_layer_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order that hangs on Python's hash of a string would miss the compile cache in every other process."""
+    traced: list[RopeConfig] = []
+    monkeypatch.setattr(transformer, "rope_phases", lambda rope, *rest: traced.append(rope) or rope_phases(rope, *rest))
+    batch = TokenBatch(*(jnp.zeros(shape, jnp.int32) for shape in ((1, 1), (1, 1), (1, 1), (1,))))
+    pages = (jnp.zeros((1, 2, 2, 8, 8)),) * 2
+    for theta in range(10, 20):  # each order is right by chance half of the time
+        config = replace(PLAIN, windows=(3, None), local_rope=RopeConfig(theta=float(theta)))
+        params, model = abstract_params(config, jnp.float32), Transformer(config, jnp.float32)
+        traced.clear()
+        jax.eval_shape(lambda params, model=model: model.apply({"params": params}, batch, pages, OPS), params)
+        assert traced == [config.local_rope, config.rope]
 
 
 def test_abstract_params_and_axes_describe_what_init_makes() -> None:
