@@ -24,6 +24,7 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
 
 @takes(params=sampling_params, engine=engine_config)
 def command(
+    called: typer.Context,
     ref: RefArgument = DEMO,
     *,
     server: ServerFlag = None,
@@ -40,7 +41,7 @@ def command(
     """
     if params.n != 1 or params.logprobs is not None:
         raise RequestError("--n and --logprobs have no meaning in a chat; jaxinfer generate --chat has them")
-    with open_source(ref, engine, server) as source:
+    with open_source(called, ref, engine, server, 1) as source:
         print(HELP, file=sys.stderr)
         Conversation(source, params, system).run()
 

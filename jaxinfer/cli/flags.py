@@ -109,7 +109,9 @@ def _bias(entry: str) -> tuple[int, float]:
 
 
 def engine_config(
-    slots: Annotated[int, typer.Option(help="Sequences decoded together.")] = _E.slots,
+    slots: Annotated[
+        int, typer.Option(help="Sequences decoded together; generate and chat take as many as they can use.")
+    ] = _E.slots,
     context: Annotated[int | None, typer.Option(help="Most tokens of a sequence; unset, the model's own.")] = None,
     chunk: Annotated[int, typer.Option(help="Most prompt tokens of one prefill call.")] = _E.chunk,
     queue: Annotated[int, typer.Option(help="Requests that may wait.")] = _E.queue,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 @takes(params=sampling_params, engine=engine_config)
 def command(
+    called: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The text to go on from; unset or -, standard input.")] = None,
     *,
     ref: Ref = DEMO,
@@ -45,7 +46,7 @@ def command(
         raise RequestError("--logprobs are printed as JSON only; add --json")
     text = sys.stdin.read() if prompt in (None, "-") else prompt
     asked: Any = _messages(str(text), system) if chat else text
-    with open_source(ref, engine, server) as source:
+    with open_source(called, ref, engine, server, params.n) as source:
         if as_json or params.n > 1:
             _print_whole(source, asked, params, as_json=as_json)
         else:

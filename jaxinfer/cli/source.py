@@ -3,13 +3,15 @@
 Knows: how either is opened, and how a finished answer is summed up in one line.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer.cli.flags import DEMO
+from jaxinfer.cli.flags import engine_config
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.request import FinishReason, Timing, Usage
@@ -24,22 +26,37 @@ ServerFlag = Annotated[
 
 
 @contextmanager
-def open_source(ref: str, engine: EngineConfig, server: str | None) -> Iterator["LLM | Client"]:
+def open_source(
+    called: typer.Context, ref: str, engine: EngineConfig, server: str | None, choices: int
+) -> Iterator["LLM | Client"]:
     """The model `ref` in this process, or the client of `server`; both generate and stream alike.
 
+    Without --slots, a model here gets a slot for each of `choices`: the fewer there are, the fewer shapes are compiled.
     Raises ConfigError where flags for a model here come with a server.
     """
     if server is None:
         from jaxinfer.llm import LLM
 
-        yield LLM.load(ref, engine)
+        yield LLM.load(ref, engine if _given(called, "slots") else replace(engine, slots=choices))
         return
-    if ref != DEMO or engine != EngineConfig():
-        raise ConfigError("--model and the engine's flags belong to the server; with --server, leave them out")
+    if flags := [spelled for name, spelled in _own_flags(called).items() if _given(called, name)]:
+        raise ConfigError(f"{flags[0]} is the server's own business; with --server, leave it out")
     from jaxinfer_server.client import Client
 
     with Client(server) as client:
         yield client
+
+
+def _own_flags(called: typer.Context) -> dict[str, str]:
+    """The parameters that only a model in this process has, and how a person spells them."""
+    own = [p for p in called.command.params if p.name in ("ref", *inspect.signature(engine_config).parameters)]
+    return {str(p.name): p.opts[0] if p.opts[0].startswith("-") else "REF" for p in own}
+
+
+def _given(called: typer.Context, name: str) -> bool:
+    """True where the command line sets the parameter, be it to its default."""
+    source = called.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def timing_line(usage: Usage, timings: Sequence[Timing], finish: FinishReason) -> str:

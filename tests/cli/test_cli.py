@@ -51,8 +51,11 @@ def test_version(code, capsys):
         (["generate", "x", "-m", "/no/such/model"], "/no/such/model"),
         (["generate", "x", "--system", "y"], "--chat"),
         (["generate", "x", "--logprobs", "1"], "--json"),
-        (["generate", "x", "--server", "localhost:1", "--slots", "4"], "--server"),
-        (["generate", "x", "--server", "localhost:1", "-m", "other"], "--server"),
+        (["generate", "x", "--server", "localhost:1", "--slots", "4"], "--slots"),
+        (["generate", "x", "--server", "localhost:1", "--slots", "32"], "--slots"),
+        (["generate", "x", "--server", "localhost:1", "--no-prefix-cache"], "--prefix-cache"),
+        (["generate", "x", "--server", "localhost:1", "-m", "demo"], "--model"),
+        (["chat", "demo", "--server", "localhost:1"], "REF"),
         (["chat", "--n", "2"], "--n"),
         (["batch", "/no/such/input", "out"], "/no/such/input"),
         (["bench", "--output", "1"], "output 1"),
@@ -74,6 +77,31 @@ def test_other_failures_have_exit_code_1(code, monkeypatch, capsys):
     monkeypatch.setattr(generate, "open_source", broken)
     assert code("generate", "x") == 1
     assert capsys.readouterr().err == "jaxinfer: the server is draining\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "slots"),
+    [
+        (["generate", "x"], 1),
+        (["generate", "x", "--n", "3"], 3),
+        (["generate", "x", "--slots", "32"], 32),
+        (["chat"], 1),
+        (["chat", "--slots", "2"], 2),
+        (["batch", "IN", "OUT"], 32),
+    ],
+)
+def test_one_prompt_does_not_wait_for_shapes_that_it_cannot_use(code, arguments, slots, tmp_path, monkeypatch):
+    engines = []
+
+    def load(ref, engine, **options):
+        engines.append(engine)
+        raise Unavailable("enough")
+
+    monkeypatch.setattr(jaxinfer.LLM, "load", load)
+    (tmp_path / "IN").write_text('{"prompt": "x"}')
+    monkeypatch.chdir(tmp_path)
+    assert code(*arguments) == 1
+    assert engines == [EngineConfig(slots=slots)]
 
 
 def test_the_system_s_errors_are_one_line_too(code, tmp_path, capsys):
