@@ -146,14 +146,15 @@ class EngineRunner:
         for seat in plan.seats:
             self._seat(seat)
         outputs = [(self._prefill(chunk), chunk) for chunk in plan.prefills]
-        prefills = tuple((output, (chunk.row,)) for output, chunk in outputs if chunk.samples)
+        # A chunk that samples nothing is waited for too: the host must not run further ahead than the one step.
+        prefills = tuple((output, (chunk.row,) if chunk.samples else ()) for output, chunk in outputs)
         decodes = ((self._decode(plan.decodes), tuple(row.row for row in plan.decodes)),) if plan.decodes else ()
         for output, _ in (*prefills, *decodes):
             output.copy_to_host_async()
         return Pending(prefills, decodes)
 
     def fetch(self, handle: Pending) -> StepTokens:
-        """Wait for the tokens of a plan. A token of -1 says that the row's logits were no numbers."""
+        """Wait for all of a plan; its tokens. A token of -1 says that the row's logits were no numbers."""
         return StepTokens(_collect(handle.prefills), _collect(handle.decodes))
 
     def _step(self, kind: str, bucket: int) -> Any:

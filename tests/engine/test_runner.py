@@ -100,6 +100,25 @@ def test_a_chunk_that_does_not_sample_leaves_the_slot_alone(runner):
     assert tokens == expected
 
 
+def test_fetch_waits_for_a_chunk_that_does_not_sample(runner, monkeypatch):
+    """Else the host would dispatch a long prompt's every chunk at once, and a cancel would come too late for them."""
+    waited = []
+
+    class Output:
+        def copy_to_host_async(self) -> None:
+            assert not waited
+
+        def __array__(self, *how, **options) -> np.ndarray:
+            waited.append(True)
+            return np.zeros((1, 42), np.int32)
+
+    monkeypatch.setattr(runner, "_prefill", lambda chunk: Output())
+    handle = runner.dispatch(StepPlan(prefills=(Seq(prompt(30), 0).chunk(16),)))
+    assert not waited
+    assert runner.fetch(handle).prefills == ()
+    assert waited
+
+
 def test_history_is_rebuilt_by_a_seat_with_output(runner):
     """As after a preemption: prompt and output are prefilled again, and penalties know which is which."""
     (expected,) = generate(runner, [Seq(prompt(12), 0, PENALISED)], 8)
