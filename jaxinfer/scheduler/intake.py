@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from jaxinfer.errors import ConfigError, PromptTooLong, RequestError
 from jaxinfer.plan import Limits
-from jaxinfer.request import Request
+from jaxinfer.request import MAX_STOP_IDS, Request
 
 
 def check_limits(limits: Limits) -> None:
@@ -24,7 +24,10 @@ def check_limits(limits: Limits) -> None:
 
 
 def check_request(request: Request, limits: Limits) -> None:
-    """Raise PromptTooLong where the prompt can never run, RequestError where it is empty or out of the vocabulary."""
+    """Raise PromptTooLong where the prompt can never run.
+
+    Raise RequestError where it is empty, an id is out of the vocabulary, or the stop ids do not fit into a row.
+    """
     length = len(request.prompt)
     if length == 0:
         raise RequestError("the prompt has 0 tokens; expected at least one")
@@ -36,6 +39,8 @@ def check_request(request: Request, limits: Limits) -> None:
     room = limits.pages * limits.page_size
     if length > room:
         raise PromptTooLong(f"the prompt has {length} tokens; expected at most {room}, all that the page pool holds")
+    if len(request.stop_ids) > MAX_STOP_IDS:
+        raise RequestError(f"the request has {len(request.stop_ids)} stop ids; expected at most {MAX_STOP_IDS}")
     _check_ids("prompt", request.prompt, limits.vocab_size)
     _check_ids("stop_ids", request.stop_ids, limits.vocab_size)
     _check_ids("logit_bias", request.params.logit_bias, limits.vocab_size)
