@@ -4,7 +4,7 @@ Knows: which fields there are and which pairs of them cannot work. Reads no file
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxinfer.errors import ConfigError
 
@@ -152,6 +152,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require(1 <= self.slots <= 4096, f"slots is {self.slots}; expected 1 to 4096")
         _require(self.context is None or self.context > 1, f"context is {self.context}; expected 2 tokens or more")
+        names = get_args(DTypeName)
+        _require(self.dtype is None or self.dtype in names, f"dtype is {self.dtype!r}; expected one of {names}")
         _require(self.queue >= 1, f"queue is {self.queue}; expected 1 or more")
         _require(
             self.chunk > 0 and self.chunk % self.cache.page_size == 0,

@@ -54,6 +54,7 @@ def test_a_model_that_cannot_work_is_refused_by_name(change, named):
         (lambda: EngineConfig(context=1), "context"),
         (lambda: EngineConfig(queue=0), "queue"),
         (lambda: EngineConfig(chunk=100), "chunk"),
+        (lambda: EngineConfig(dtype="int8"), "dtype"),
     ],
 )
 def test_an_engine_that_cannot_work_is_refused_by_name(make, named):
