@@ -189,7 +189,8 @@ def _attend(
     i, q, k, g, c = strips.queries.shape
     page_size = pages.shape[3]
     span = _span(strips, window)
-    first = span.begin // page_size
+    # In whole turns, so that which keys are summed together does not depend on where a chunk starts.
+    first = span.begin // (page_size * turn) * turn
     turns = jnp.max((span.end + page_size - 1) // page_size - first + turn - 1) // turn
     queries = jnp.moveaxis(strips.queries, 1, 3).reshape(i, k, g * q, c)
     position = jnp.tile(strips.positions, (1, g))[:, None, :, None]  # [i, 1, x, 1]

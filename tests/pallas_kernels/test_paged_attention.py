@@ -120,6 +120,21 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours() -> None:
     np.testing.assert_array_equal(run(xla.paged_attention, mixed, shape)[5], alone[5])
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_query_is_bitwise_the_same_wherever_its_chunk_starts(window: int | None) -> None:
+    """As after a prefix hit. Keys meet a query in groups, and which keys are grouped must not depend on the chunk."""
+    shape = Shape(1, 304, 0, 1, 2, 16, 16, window=window)
+    case = make_case(shape, [304])
+
+    def chunk(start: int) -> np.ndarray:
+        at = slice(start, start + 256)
+        length = np.array([start + 256], np.int32)
+        part = case._replace(queries=case.queries[:, at], positions=case.positions[:, at], lengths=length)
+        return run(xla.paged_attention, part, shape)[0]
+
+    np.testing.assert_array_equal(chunk(48)[:208], chunk(0)[48:])
+
+
 def test_bfloat16_pages_are_met_in_float32() -> None:
     shape, lengths = SMALL["decode"]
     case = make_case(shape, lengths)
