@@ -4,8 +4,7 @@ Knows: what a request is, what one step is asked to do, what comes back. Knows n
 Positions and lengths count tokens; times are seconds on `time.monotonic`'s clock.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -34,9 +33,17 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise BadSamplingParam(f"{name} is {value!r}; expected a whole number from {low} to {high}")
 
 
+def _is_few(values: object, most: int) -> bool:
+    return isinstance(values, Collection) and not isinstance(values, str | bytes) and len(values) <= most
+
+
 def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not low <= value <= high  # false for NaN and the infinities
+        or (open_low and value == low)
+    ):
         bracket = "above" if open_low else "from"
         raise BadSamplingParam(f"{name} is {value!r}; expected a number {bracket} {low} to {high}")
 
@@ -93,17 +100,21 @@ class SamplingParams:
         self._check_bias()
 
     def _check_stops(self) -> None:
-        if isinstance(self.stop, str) or len(self.stop) > MAX_STOP_STRINGS:
+        if not _is_few(self.stop, MAX_STOP_STRINGS):
             raise BadSamplingParam(f"stop is {self.stop!r:.80}; expected at most {MAX_STOP_STRINGS} strings")
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
                 raise BadSamplingParam(f"stop holds {text!r:.80}; expected strings of 1 to {MAX_STOP_CHARS} characters")
-        if len(self.stop_token_ids) > MAX_STOP_IDS // 2:
-            raise BadSamplingParam(f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_IDS // 2}")
+        if not _is_few(self.stop_token_ids, MAX_STOP_IDS // 2):
+            raise BadSamplingParam(
+                f"stop_token_ids is {self.stop_token_ids!r:.80}; expected at most {MAX_STOP_IDS // 2} ids"
+            )
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, 2**31 - 1)
 
     def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise BadSamplingParam(f"logit_bias is {self.logit_bias!r:.80}; expected numbers by token id")
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias key", token, 0, 2**31 - 1)
             _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
