@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.errors import ConfigError
-from jaxinfer.llm import LLM
+from jaxinfer.llm import LLM, first_output
 from jaxinfer.output import Output
 from jaxinfer.request import Request, SamplingParams
 from jaxinfer.roofline import Chip, decode_cost, prefill_cost
@@ -148,7 +148,7 @@ def _run(llm: LLM, streams: int, prompt: int, output: int) -> list[Output]:
     requests: Iterator[Request] = iter([llm.assembly.request(ids, params) for ids in prompts])
     jobs = ((None, [request]) for request in requests)
     with closing(llm.driver.run_in_order(jobs, window=streams)) as results:
-        return [outputs[0] for _, outputs in results if not isinstance(outputs, Exception)]
+        return [first_output(result) for _, result in results]
 
 
 def _row(llm: LLM, machine: Chip, dtype_bytes: int, streams: int, prompt: int, output: int) -> Row:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
 
-from jaxinfer.errors import Overloaded, RequestError
+from jaxinfer.errors import EngineFault, Overloaded, RequestError
 from jaxinfer.output import Output, collect
 from jaxinfer.request import Delta, FinishReason, Request, TokenEvent
 from jaxinfer.scheduler.loop import EngineLoop
@@ -22,7 +22,7 @@ from jaxinfer.text.protocol import Tokenizer
 
 Key = TypeVar("Key")
 Job = tuple[Key, Sequence[Request]]
-Result = tuple[Key, "Sequence[Output] | RequestError"]
+Result = tuple[Key, "Sequence[Output] | RequestError | EngineFault"]
 
 
 @dataclass(slots=True)
@@ -92,8 +92,9 @@ class Driver:
         """The outputs of each job's requests, in the order of the jobs, while later jobs are already running.
 
         Reads `jobs` lazily: at most `window` of them are queued, running, or finished behind an unfinished one, which
-        bounds the memory. A job that the pool can never hold yields its RequestError. Closing the iterator gives up
-        what still runs.
+        bounds the memory. A job that the pool can never hold yields its RequestError; one whose logits were no numbers
+        yields its EngineFault, which is raised where the whole engine broke. Closing the iterator gives up what still
+        runs.
         """
         source = iter(jobs)
         opened: deque[tuple[Key, list[Ticket] | RequestError]] = deque()
@@ -109,7 +110,7 @@ class Driver:
                     yield key, tickets
                 elif all(ticket.done for ticket in tickets):
                     opened.popleft()
-                    yield key, [collect(ticket.request, ticket.deltas) for ticket in tickets]
+                    yield key, self._collect(tickets)
                 else:
                     self.step()
                     on_step()
@@ -125,6 +126,14 @@ class Driver:
             self.give_up(*tickets)
             return error
         return tickets
+
+    def _collect(self, tickets: Sequence[Ticket]) -> list[Output] | EngineFault:
+        try:
+            return [collect(ticket.request, ticket.deltas) for ticket in tickets]
+        except EngineFault as error:
+            if self.loop.broken:
+                raise
+            return error
 
     def _step(self) -> None:
         while self._given_up:

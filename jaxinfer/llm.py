@@ -11,7 +11,7 @@ from typing import Self
 from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, Messages, Prompt, assemble
 from jaxinfer.config import EngineConfig
 from jaxinfer.driver import Driver, Ticket
-from jaxinfer.errors import RequestError
+from jaxinfer.errors import EngineFault, RequestError
 from jaxinfer.output import Output, failure
 from jaxinfer.request import Delta, SamplingParams
 
@@ -92,7 +92,7 @@ class LLM:
         listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = _one_each(params, len(listed))
         jobs = [(None, [self.assembly.request(*pair)]) for pair in zip(listed, each, strict=True)]
-        return [_only(result) for _, result in self.driver.run_in_order(jobs, window=len(jobs))]
+        return [first_output(result) for _, result in self.driver.run_in_order(jobs, window=len(jobs))]
 
     def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS) -> TokenStream:
         """The deltas of one request, as they are made; joined, their text equals `generate`'s.
@@ -114,7 +114,8 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
     return params
 
 
-def _only(result: Sequence[Output] | RequestError) -> Output:
-    if isinstance(result, RequestError):
+def first_output(result: Sequence[Output] | RequestError | EngineFault) -> Output:
+    """The output of a job of one request; raises the error that came in its place."""
+    if isinstance(result, RequestError | EngineFault):
         raise result
     return result[0]

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from jaxinfer.batch.journal import Journal, Pipe, Sink
 from jaxinfer.batch.lines import Ask, parse_line, read_lines
-from jaxinfer.batch.records import Record, answer, refusal
-from jaxinfer.errors import RequestError
+from jaxinfer.batch.records import Record, answer, breakdown, refusal
+from jaxinfer.errors import EngineFault, RequestError
 from jaxinfer.llm import LLM
 from jaxinfer.output import Output
 from jaxinfer.request import Request, SamplingParams
@@ -78,8 +78,9 @@ def run_pipe(
         raise RequestError(f"{target} exists, and a job that reads a pipe cannot go on; --overwrite it")
     with ExitStack() as files:
         file = sys.stdin.buffer if str(source) == "-" else files.enter_context(_open(source))
+        llm = load()
         out = sys.stdout.buffer if str(target) == "-" else files.enter_context(target.open("wb"))
-        return run(load(), file, Pipe(out), defaults, names={ref, Path(ref).stem}, progress=progress)
+        return run(llm, file, Pipe(out), defaults, names={ref, Path(ref).stem}, progress=progress)
 
 
 def _open(source: Path) -> BinaryIO:
@@ -137,7 +138,9 @@ def run(
     return Summary(done, failed)
 
 
-def _record(ask: Ask, outputs: Sequence[Output] | RequestError, model: str) -> Record:
+def _record(ask: Ask, outputs: Sequence[Output] | RequestError | EngineFault, model: str) -> Record:
+    if isinstance(outputs, EngineFault):
+        return breakdown(ask, str(outputs))
     if isinstance(outputs, RequestError):
         return refusal(ask, str(outputs))
     return refusal(ask, ask.error) if ask.error else answer(ask, outputs, model)

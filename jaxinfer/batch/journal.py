@@ -80,7 +80,7 @@ class Journal:
             _lock(file, path)
             if overwrite:
                 file.truncate(0)
-            elif os.fstat(file.fileno()).st_size or begun_by.exists():
+            elif os.fstat(file.fileno()).st_size:  # while it is empty, nothing would be mixed or lost
                 _check_same_job(path, begun_by, job)
             _write_whole(begun_by, json.dumps(job, indent=1).encode())
             return cls(file, *_repair(file))

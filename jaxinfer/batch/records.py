@@ -26,12 +26,21 @@ def answer(ask: Ask, outputs: Sequence[Output], model: str) -> Record:
 
 
 def refusal(ask: Ask, message: str) -> Record:
-    """The record of a line that cannot be answered."""
-    error = {"code": "invalid_request", "message": message}
+    """The record of a line that cannot be answered as it stands."""
+    return _failure(ask, message, "invalid_request", "invalid_request_error", 400)
+
+
+def breakdown(ask: Ask, message: str) -> Record:
+    """The record of a line that the engine could not answer, through no fault of the line."""
+    return _failure(ask, message, "engine_error", "server_error", 500)
+
+
+def _failure(ask: Ask, message: str, code: str, kind: str, status: int) -> Record:
+    error = {"code": code, "message": message}
     if not ask.openai:
         return {"id": ask.id, "error": error}
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": error["code"]}}
-    return _envelope(ask, {"status_code": 400, "request_id": None, "body": body}, error)
+    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return _envelope(ask, {"status_code": status, "request_id": None, "body": body}, error)
 
 
 def plain_body(output: Output) -> Record:

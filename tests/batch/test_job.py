@@ -9,6 +9,8 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.batch.job import run
 from jaxinfer.batch.journal import Pipe
+from jaxinfer.errors import EngineFault
+from jaxinfer.request import SampledToken
 from jaxinfer.scheduler.loop import EngineLoop
 
 DEFAULTS = SamplingParams(max_tokens=6, temperature=0.0)
@@ -71,6 +73,42 @@ def test_a_prompt_that_the_pool_can_never_hold_is_an_error_in_its_line(tiny_llm)
     refused, answered = run_lines(llm, {"prompt": [5] * 80}, {"prompt": "bell"})
     assert "page pool" in refused["error"]["message"]
     assert answered["error"] is None
+
+
+def test_a_line_whose_logits_are_no_numbers_is_an_error_in_its_place(tiny_llm):
+    class Sick:
+        """The engine, whose logits are no numbers after a prompt that holds token 7."""
+
+        limits = tiny_llm.assembly.runner.limits
+
+        def dispatch(self, plan):
+            sick = [7 in chunk.tokens for chunk in plan.prefills if chunk.samples]
+            return sick, tiny_llm.assembly.runner.dispatch(plan)
+
+        def fetch(self, handle):
+            sick, tokens = handle[0], tiny_llm.assembly.runner.fetch(handle[1])
+            firsts = [SampledToken(-1) if ill else token for ill, token in zip(sick, tokens.prefills, strict=True)]
+            return replace(tokens, prefills=tuple(firsts))
+
+    llm = LLM(replace(tiny_llm.assembly, loop=EngineLoop(Sick(), queue=8, prefix_cache=True)))
+    ill = [{"prompt": [5, 7]}, openai("completions", {"prompt": [5, 7]})]
+    before, plain, wire, after = run_lines(llm, {"prompt": [5]}, *ill, {"prompt": [5]})
+    assert (before["error"], after["error"]) == (None, None)
+    assert plain["error"]["code"] == wire["error"]["code"] == "engine_error"
+    assert "not finite" in plain["error"]["message"]
+    assert wire["response"]["status_code"] == 500
+
+
+def test_an_engine_that_broke_ends_the_job(tiny_llm):
+    class Broken:
+        limits, fetch = tiny_llm.assembly.runner.limits, None
+
+        def dispatch(self, plan):
+            raise RuntimeError("out of memory")
+
+    llm = LLM(replace(tiny_llm.assembly, loop=EngineLoop(Broken(), queue=8, prefix_cache=True)))
+    with pytest.raises(EngineFault):
+        run_lines(llm, {"prompt": [5]}, {"prompt": [6]})
 
 
 def test_a_plain_record_holds_what_generate_gave(llm):

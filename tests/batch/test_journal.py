@@ -15,7 +15,7 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.batch.job import run_file, run_pipe
 from jaxinfer.batch.journal import Journal
-from jaxinfer.errors import RequestError
+from jaxinfer.errors import CheckpointError, RequestError
 
 FLAGS = {"slots": 4, "context": 96, "chunk": 32, "page-size": 16, "pages": 24, "temperature": 0}
 """The same on the command line: the executables then come from the cache."""
@@ -37,6 +37,10 @@ def job(llm, tmp_path) -> Callable[..., tuple]:
 
 def not_loaded() -> LLM:
     pytest.fail("the model is loaded although nothing is left to do")
+
+
+def unknown_model() -> LLM:
+    raise CheckpointError("no model is called typo")
 
 
 def test_a_job_cut_anywhere_goes_on_to_the_same_file(job):
@@ -78,6 +82,12 @@ def test_a_job_that_changed_is_refused(job, changed):
     assert job.target.read_bytes() == whole
 
 
+def test_a_job_that_has_written_nothing_may_still_change(job):
+    with pytest.raises(CheckpointError):
+        job(unknown_model, ref="typo")
+    assert job().lines == 5
+
+
 def test_overwrite_begins_anew(job):
     job()
     job(defaults=replace(DEFAULTS, max_tokens=1), overwrite=True)
@@ -117,6 +127,9 @@ def test_pipes_are_answered_and_never_go_over_a_file(llm, tmp_path, monkeypatch,
     options = {"overwrite": False, "progress": False}
     run_pipe(lambda: llm, "tiny", Path("-"), Path("-"), DEFAULTS, **options)
     assert json.loads(capsysbinary.readouterr().out)["id"] == "line-1"
+    with pytest.raises(CheckpointError):
+        run_pipe(unknown_model, "typo", Path("-"), tmp_path / "out", DEFAULTS, **options)
+    assert not (tmp_path / "out").exists()
     (tmp_path / "out").write_text("precious")
     with pytest.raises(RequestError, match="exists"):
         run_pipe(not_loaded, "tiny", Path("-"), tmp_path / "out", DEFAULTS, **options)
