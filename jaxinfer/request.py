@@ -86,7 +86,7 @@ class SamplingParams:
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # logits over 1e-40 are infinite
         _check_float("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _check_float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _check_int("n", self.n, 1, MAX_CHOICES)

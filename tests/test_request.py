@@ -30,6 +30,7 @@ BAD = [
     ("min_p", -0.01),
     ("min_p", 1.01),
     ("repetition_penalty", 0.0),
+    ("repetition_penalty", 1e-40),
     ("repetition_penalty", math.inf),
     ("presence_penalty", math.nan),
     ("frequency_penalty", -101.0),

@@ -27,7 +27,7 @@ _BOUNDS: dict[str, tuple[float, float, bool]] = {  # minimum, maximum, whether t
     "top_k": (0, _INT_MAX, False),
     "top_p": (0, 1, True),
     "min_p": (0, 1, False),
-    "repetition_penalty": (0, 100, True),
+    "repetition_penalty": (0.01, 100, False),
     "presence_penalty": (-100, 100, False),
     "frequency_penalty": (-100, 100, False),
     "seed": (0, SEED_BOUND - 1, False),
