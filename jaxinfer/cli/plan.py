@@ -94,10 +94,11 @@ def plan_chip(config: ModelConfig, engine: EngineConfig, weights: float, chip: C
 
 
 def weight_bytes(config: ModelConfig, dtype: str, devices: int) -> float:
-    """Bytes of the weights on each of `devices`, split as the engine splits them."""
-    from jaxinfer.engine.sharding import SPLIT_AXES
+    """Bytes of the weights on each of `devices`, split as the engine splits them; ConfigError where it cannot."""
+    from jaxinfer.engine.sharding import SPLIT_AXES, check_divisible
     from jaxinfer.model.transformer import abstract_params, logical_axes
 
+    check_divisible(config, devices)
     total = 0.0
     for leaf, axes in zip(_leaves(abstract_params(config, dtype)), _leaves(logical_axes(config)), strict=True):
         split = any(axis in SPLIT_AXES and size % devices == 0 for axis, size in zip(axes, leaf.shape, strict=True))

@@ -42,7 +42,7 @@ def command(
     \b
     jaxinfer serve
     jaxinfer serve ./my-model --host 0.0.0.0 --port 50051 --slots 64
-    jaxinfer serve hf:google/gemma-3-1b-it --tensor 4 --dtype bfloat16
+    jaxinfer serve hf:meta-llama/Llama-3.1-8B-Instruct --tensor 4 --dtype bfloat16
     """
     from jaxinfer_server.launch import serve
 

@@ -32,9 +32,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return jax.make_mesh((config.tensor,), (TENSOR,), axis_types=(AxisType.Auto,), devices=devices[: config.tensor])
 
 
-def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
-    """Raise ConfigError where the kv heads or the MLP do not split evenly over the mesh."""
-    parts = mesh.shape[TENSOR]
+def check_divisible(config: ModelConfig, parts: int) -> None:
+    """Raise ConfigError where the kv heads or the MLP do not split evenly over `parts` devices."""
     for name in ("kv_heads", "mlp_width"):
         size = getattr(config, name)
         if size % parts:
@@ -56,7 +55,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
 
     A vocabulary that the mesh does not divide is replicated. Raises ConfigError as `check_divisible` does.
     """
-    check_divisible(config, mesh)
+    check_divisible(config, mesh.shape[TENSOR])
     shapes = abstract_params(config, "float32")
 
     def shard(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> NamedSharding:

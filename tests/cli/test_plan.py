@@ -42,3 +42,8 @@ def test_plan_splits_over_devices_and_says_what_does_not_fit(tiny_path):
     engine = dataclasses.replace(ENGINE, dtype="float32")
     assert plan_chip(config, engine, alone, tight).pages is None
     assert plan_chip(config, engine, alone, CHIPS["L4"]).pages == ENGINE.cache.pages
+
+
+def test_plan_refuses_what_the_engine_would_refuse(code, tiny_path, capsys):
+    assert code("plan", str(tiny_path), "--tensor", "4") == 2
+    assert "kv_heads 2" in capsys.readouterr().err
