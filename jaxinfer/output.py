@@ -68,11 +68,14 @@ class Output:
 
     @property
     def usage(self) -> Usage:
-        """The prompt counted once, the tokens of every choice added up."""
+        """The prompt counted once, the tokens of every choice added up.
+
+        `cached_tokens` is what the cache held before any choice ran, without the pages that the choices share.
+        """
         return Usage(
             prompt_tokens=len(self.prompt_token_ids),
             completion_tokens=sum(choice.usage.completion_tokens for choice in self.choices),
-            cached_tokens=max(choice.usage.cached_tokens for choice in self.choices),
+            cached_tokens=min(choice.usage.cached_tokens for choice in self.choices),
         )
 
 
