@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,16 @@ from google.protobuf.message import DecodeError, Message
 
 import jaxinfer
 from jaxinfer.assembly import Assembly, Messages
-from jaxinfer.errors import BadSamplingParam, JaxInferError, Overloaded, PromptTooLong, RequestError, Unavailable
+from jaxinfer.errors import (
+    BadSamplingParam,
+    Cancelled,
+    DeadlineExceeded,
+    JaxInferError,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    Unavailable,
+)
 from jaxinfer.output import failure
 from jaxinfer.request import Delta, FinishReason, Request
 from jaxinfer_server.bridge import Bridge
@@ -40,6 +49,8 @@ _HEAD_CHARS = 8
 """Characters per token of context that are looked at first; English text has four to five."""
 _CUT_TOKENS = 64
 """More than cutting a text in two can add to the tokens of its first part."""
+UNREAD_SECONDS = 5.0
+"""After its deadline a request has ended; so long may its reader take for what is left."""
 _OUR_METHODS = f"/{pb.DESCRIPTOR.services_by_name['Inference'].full_name}/"
 
 
@@ -97,7 +108,7 @@ class InferenceService(rpc.InferenceServicer):
         with self._seat(assembly):
             deadline = self._deadline(context)
             request = await _on_thread(self._text, lambda: _request(assembly, message, deadline))
-            async with bridge.stream(request) as deltas:
+            async with _read_until(deadline), bridge.stream(request) as deltas:
                 await context.write(_accepted(message, request))
                 whole = message.delivery == pb.DELIVERY_WHOLE
                 await _send(_whole(deltas) if whole else deltas, context)
@@ -165,6 +176,16 @@ class InferenceService(rpc.InferenceServicer):
         return self._opened
 
 
+@asynccontextmanager
+async def _read_until(deadline: float | None) -> AsyncIterator[None]:
+    """Give up a reader who stopped reading: the loop ends a request at its deadline, but not what waits to be read."""
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic() + UNREAD_SECONDS):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed before the output was read; read faster") from None
+
+
 async def _on_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(threads, work)
 
@@ -195,6 +216,8 @@ async def _answered(context: Context, request: Message | None, work: Callable[[]
         return await work()
     except JaxInferError as error:
         status = status_of(error)
+    except grpc.aio.InternalError:  # a write to a connection that is gone
+        status = status_of(Cancelled("the connection was lost"))
     except Exception as error:
         _log.exception("a call failed")
         status = status_of(error)
@@ -229,7 +252,8 @@ def _check_length(assembly: Assembly, prompt: Prompt) -> None:
         if len(prompt) > assembly.context:
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens; the context is {assembly.context} tokens")
         return
-    text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in cast(Messages, prompt))
+    messages = [prompt] if isinstance(prompt, str) else [" ".join(m.values()) for m in cast(Messages, prompt)]
+    text = "".join(messages)
     head = text[: _HEAD_CHARS * assembly.context]
     if len(head) < len(text):
         tokens = len(assembly.tokenizer.encode(head, bos=False))

@@ -301,6 +301,30 @@ def test_a_reader_that_stops_reading_is_cut_off_and_slows_nobody(doubles, servin
             list(stuck)
 
 
+def test_output_that_is_never_read_is_given_up_after_the_deadline(doubles, serving, monkeypatch):
+    monkeypatch.setattr("jaxinfer_server.grpc_service.UNREAD_SECONDS", 0.1)
+    served = serving(doubles.scripted_assembly(), longest=2.0)
+    narrow = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+    with served.client(options=narrow) as slow:
+        stuck = slow.stream("x", SamplingParams(max_tokens=2000, seed=0, logprobs=20))
+        next(stuck)
+        served.wait_for(lambda: served.server.bridge.running == 0)
+        assert served.server.bridge.open_streams == 1  # all of it is made and fits the buffer
+        served.wait_for(lambda: served.server.bridge.open_streams == 0)
+        with pytest.raises(DeadlineExceeded, match="read"):
+            list(stuck)
+
+
+def test_a_connection_lost_in_the_middle_of_a_write_is_no_fault_of_ours(doubles, serving, caplog):
+    served = serving(doubles.scripted_assembly())
+    narrow = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+    with served.client(options=narrow) as slow:
+        next(slow.stream("x", SamplingParams(max_tokens=2000, seed=0, logprobs=20)))
+        served.wait_for(lambda: served.server.bridge.running == 0)
+    served.wait_for(lambda: served.server.bridge.open_streams == 0)
+    assert caplog.text == ""
+
+
 # ---- the rest of the service -----------------------------------------------------------------------------------------
 
 
