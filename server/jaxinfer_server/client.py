@@ -6,6 +6,7 @@ Knows: the wire and its errors. Holds one channel; safe to share between threads
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import grpc
@@ -81,6 +82,8 @@ class Client:
         `params` is one for all or one each; `timeout` (seconds) is each request's deadline. Raises the first failure,
         and cancels the rest.
         """
+        if concurrency < 1:
+            raise RequestError(f"concurrency is {concurrency}; expected 1 or more")
         listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = _one_each(params, len(listed))
         waiting = deque(zip(listed, each, strict=True))
@@ -106,22 +109,26 @@ class Client:
 
     def abort(self, request_id: str) -> bool:
         """End a running request by its id; False where no such request was running."""
-        return self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id)).aborted
+        with _writing():
+            request = pb.AbortRequest(request_id=request_id)
+        return self._call(self._stub.Abort, request).aborted
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, Any]], *, bos: bool = True) -> list[int]:
         """Token ids of a text or of chat messages, the way `stream` makes them; `bos=False` leaves a text's BOS out."""
         request = pb.TokenizeRequest()
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.chat.CopyFrom(chat_to_wire(prompt))
+        with _writing():
+            if isinstance(prompt, str):
+                request.text = prompt
+            else:
+                request.chat.CopyFrom(chat_to_wire(prompt))
         if not bos:
             request.bos = False
         return list(self._call(self._stub.Tokenize, request).token_ids)
 
     def detokenize(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids."""
-        request = pb.DetokenizeRequest(token_ids=ids, skip_special=skip_special)
+        with _writing():
+            request = pb.DetokenizeRequest(token_ids=ids, skip_special=skip_special)
         return self._call(self._stub.Detokenize, request).text
 
     def model_info(self) -> pb.GetModelInfoResponse:
@@ -163,11 +170,21 @@ def _request(
     priority: int = 0,
     cache_salt: str = "",
 ) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(request_id=request_id, priority=priority, cache_salt=cache_salt)
-    prompt_to_wire(prompt, request)
-    if params is not None:
-        request.sampling.CopyFrom(params_to_wire(params))
+    with _writing():
+        request = pb.GenerateRequest(request_id=request_id, priority=priority, cache_salt=cache_salt)
+        prompt_to_wire(prompt, request)
+        if params is not None:
+            request.sampling.CopyFrom(params_to_wire(params))
     return request
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Turns protobuf's refusal of a value (half a surrogate pair, a number of 65 bits) into a RequestError."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the request does not fit its message: {error}") from None
 
 
 def _deltas(call: Any) -> Iterator[Delta]:

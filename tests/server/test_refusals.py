@@ -90,6 +90,27 @@ def test_errors_come_back_as_the_exceptions_they_were(client):
         list(client.stream(""))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.generate("\ud800"),
+        lambda client: client.stream([{"role": "user", "content": "\udcff"}]),
+        lambda client: client.stream("x", SamplingParams(stop=("\udcff",))),
+        lambda client: client.stream("x", priority=2**63),
+        lambda client: client.stream("x", priority=1.5),
+        lambda client: client.stream("x", cache_salt="\ud800"),
+        lambda client: client.stream("x", request_id="\ud800"),
+        lambda client: client.tokenize("\ud800"),
+        lambda client: client.detokenize([2**63]),
+        lambda client: client.abort("\ud800"),
+        lambda client: client.generate("x", concurrency=0),
+    ],
+)
+def test_what_no_message_can_hold_is_refused_before_it_is_sent(client, call):
+    with pytest.raises(RequestError):
+        call(client)
+
+
 def test_a_huge_message_is_refused_and_the_next_is_served(client, stub):
     error = refusal(stub.Generate(pb.GenerateRequest(text="x" * 5_000_000)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -98,8 +119,13 @@ def test_a_huge_message_is_refused_and_the_next_is_served(client, stub):
 
 @pytest.mark.parametrize(
     "prompt",
-    ["x" * 4_000_000, [7] * 2_000_000, [{"role": "user", "content": "x" * 1000}] * 4000],
-    ids=["text", "ids", "chat"],
+    [
+        "x" * 4_000_000,
+        [7] * 2_000_000,
+        [{"role": "user", "content": "x" * 1000}] * 4000,
+        [{"role": "x" * 2_000_000, "content": "x", "name": "x" * 2_000_000}],
+    ],
+    ids=["text", "ids", "chat", "role"],
 )
 def test_a_hopeless_prompt_is_refused_by_its_beginning(scripted, client, monkeypatch, prompt):
     sizes = []
