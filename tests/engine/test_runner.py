@@ -58,6 +58,12 @@ def test_batched_equals_alone_bit_by_bit(runner, params):
         assert generate(runner, sequences, 8)[2] == alone
 
 
+def test_every_bit_of_a_seed_counts(runner):
+    seeds = (5, 5 + 2**31, 5 + 2**32, 5 + 2**62)
+    made = generate(runner, [Seq(prompt(9), i, SEEDED, seed=seed) for i, seed in enumerate(seeds)], 12)
+    assert len({tuple(ids(tokens)) for tokens in made}) == len(seeds)
+
+
 def test_steps_dispatched_ahead_give_the_same_tokens(runner):
     (expected,) = generate(runner, [Seq(prompt(12), 0, SEEDED)], 10)
     sequence = Seq(prompt(12), 0, SEEDED)
