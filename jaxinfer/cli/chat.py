@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxinfer.cli.flags import DEMO, RefArgument, engine_config, sampling_params, takes
-from jaxinfer.cli.source import ServerFlag, open_source, timing_line
+from jaxinfer.cli.source import ServerFlag, open_source, timing_line, utf8_input
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import RequestError
+from jaxinfer.errors import Cancelled, Overloaded, RequestError, Unavailable
 from jaxinfer.request import Delta, SamplingParams
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 with suppress(ImportError):  # line editing and history for input(), where the platform has it
     import readline  # noqa: F401
 
+NOT_NOW = (RequestError, Overloaded, Unavailable, Cancelled)
+"""What ends a turn and not the conversation."""
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
@@ -59,7 +61,8 @@ class Conversation:
         """Read turns until /exit or the end of the input."""
         while True:
             try:
-                said = input(">>> ").strip()
+                with utf8_input():
+                    said = input(">>> ").strip()
             except KeyboardInterrupt:
                 print(f"\n({HELP})")
                 continue
@@ -97,7 +100,7 @@ class Conversation:
             except KeyboardInterrupt:
                 stream.close()
                 print(" [stopped]", end="")
-        except RequestError as error:
+        except NOT_NOW as error:
             print(f"({error})")
             return
         print()

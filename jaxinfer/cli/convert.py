@@ -37,6 +37,7 @@ def command(
     from jaxinfer.checkpoint.load import load, resolve, save_orbax
     from jaxinfer.checkpoint.orbax import MANIFEST
 
+    target = target.absolute()
     if target.exists() and not force:
         raise CheckpointError(f"{target} exists; choose another DST, or --force")
     if target.exists() and not (target / MANIFEST).is_file():
@@ -50,11 +51,26 @@ def command(
             checkpoint = load(source, dtype=dtype, progress=report)
             save_orbax(checkpoint, draft)
             _check_equal(checkpoint, load(str(draft), dtype=dtype, progress=report))
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
+        _replace(target, draft)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     print(f"{target}: {checkpoint.name}, {dtype}, read back equal")
+
+
+def _replace(target: Path, draft: Path) -> None:
+    """Put `draft` where `target` is, which comes back where that fails."""
+    old = target.with_name(f".{target.name}.replaced")
+    if not target.exists():
+        draft.rename(target)
+        return
+    shutil.rmtree(old, ignore_errors=True)  # what a killed run may have left
+    target.rename(old)
+    try:
+        draft.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old)
 
 
 def _check_equal(ours: "Checkpoint", stored: "Checkpoint") -> None:

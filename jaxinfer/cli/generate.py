@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxinfer.cli.flags import DEMO, Ref, engine_config, sampling_params, takes
-from jaxinfer.cli.source import ServerFlag, open_source, timing_line
+from jaxinfer.cli.source import ServerFlag, open_source, timing_line, utf8_input
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import RequestError
 from jaxinfer.request import SamplingParams
@@ -44,7 +44,8 @@ def command(
         raise RequestError("--system is a chat message; add --chat")
     if params.logprobs is not None and not as_json:
         raise RequestError("--logprobs are printed as JSON only; add --json")
-    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    with utf8_input():
+        text = sys.stdin.read() if prompt in (None, "-") else prompt
     asked: Any = _messages(str(text), system) if chat else text
     with open_source(called, ref, engine, server, params.n) as source:
         if as_json or params.n > 1:

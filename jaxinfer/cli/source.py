@@ -13,7 +13,7 @@ import typer
 
 from jaxinfer.cli.flags import engine_config
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import ConfigError
+from jaxinfer.errors import ConfigError, RequestError
 from jaxinfer.request import FinishReason, Timing, Usage
 
 if TYPE_CHECKING:
@@ -57,6 +57,15 @@ def _given(called: typer.Context, name: str) -> bool:
     """True where the command line sets the parameter, be it to its default."""
     source = called.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
+
+
+@contextmanager
+def utf8_input() -> Iterator[None]:
+    """While standard input is read: raises RequestError where it is no UTF-8."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is no UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def timing_line(usage: Usage, timings: Sequence[Timing], finish: FinishReason) -> str:

@@ -1,9 +1,12 @@
 """`chat`: the conversation and its commands."""
 
+import pytest
+
 import jaxinfer
 from jaxinfer import SamplingParams
 from jaxinfer.cli import chat
 from jaxinfer.cli.chat import Conversation
+from jaxinfer.errors import DeadlineExceeded, EngineFault, Overloaded, Unavailable
 
 
 class Echo:
@@ -80,6 +83,30 @@ def test_a_refused_turn_is_not_remembered(llm, monkeypatch, capsys):
     conversation = talk(monkeypatch, llm, "hello")
     assert conversation.messages == []
     assert "no chat template" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [Overloaded("busy"), Unavailable("away"), DeadlineExceeded("late")])
+def test_a_server_that_cannot_answer_now_does_not_end_the_conversation(monkeypatch, capsys, error):
+    class Busy(Echo):
+        def stream(self, messages, params):
+            words = super().stream(messages, params)
+            if len(self.sent) == 2:
+                raise error
+            return words
+
+    echo = Busy()
+    conversation = talk(monkeypatch, echo, "one", "two", "three")
+    assert [message["content"] for message in conversation.messages] == ["one", "one ", "three", "three "]
+    assert f"({error})" in capsys.readouterr().out
+
+
+def test_an_engine_that_broke_ends_the_conversation(monkeypatch):
+    class Broken(Echo):
+        def stream(self, messages, params):
+            raise EngineFault("gone")
+
+    with pytest.raises(EngineFault):
+        talk(monkeypatch, Broken(), "one")
 
 
 def test_chat_opens_the_model_that_is_named(code, llm, model, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import subprocess
 import sys
 
@@ -102,6 +103,13 @@ def test_one_prompt_does_not_wait_for_shapes_that_it_cannot_use(code, arguments,
     monkeypatch.chdir(tmp_path)
     assert code(*arguments) == 1
     assert engines == [EngineConfig(slots=slots)]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_standard_input_that_is_no_utf8_is_one_clear_line(code, command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    assert code(command, "--server", "localhost:1") == 2
+    assert "standard input is no UTF-8 text" in capsys.readouterr().err
 
 
 def test_the_system_s_errors_are_one_line_too(code, tmp_path, capsys):

@@ -47,6 +47,31 @@ def test_convert_replaces_only_what_it_may(code, tiny_path, tmp_path, capsys):
     assert "--force does not replace it" in capsys.readouterr().err
 
 
+def test_a_checkpoint_is_replaced_whole_or_not_at_all(code, tiny_path, tmp_path, monkeypatch, capsys):
+    target = tmp_path / "copy"
+    assert code("convert", str(tiny_path), str(target)) == 0
+    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    rename = Path.rename
+
+    def fails(self, to):
+        if self.name.endswith(".unverified"):
+            raise OSError("the disk is full")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    assert code("convert", str(tiny_path), str(target), "--force") == 1
+    assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_convert_into_the_folder_we_are_in(code, tiny_path, tmp_path, monkeypatch):
+    target = tmp_path / "copy"
+    assert code("convert", str(tiny_path), str(target)) == 0
+    monkeypatch.chdir(target)
+    assert code("convert", str(tiny_path), ".", "--force") == 0
+    assert code("convert", str(target), str(tmp_path / "again")) == 0
+
+
 def test_a_copy_that_differs_is_found_out(code, tiny_path, tmp_path, monkeypatch, capsys):
     from jaxinfer.checkpoint import load as loading
 
