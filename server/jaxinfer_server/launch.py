@@ -54,6 +54,11 @@ class ServeOptions:
 DEFAULT_OPTIONS = ServeOptions()
 
 
+def address(host: str, port: int) -> str:
+    """HOST:PORT, with the brackets that an IPv6 host needs."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def _print(line: str) -> None:
     print(line, flush=True)
 
@@ -75,11 +80,11 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # pyright: ignore[reportAttributeAccessIssue]
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         await self._say(serving=False)
-        address = f"{self.options.host}:{self.options.port}"
+        place = address(self.options.host, self.options.port)
         try:
-            port = self._server.add_insecure_port(address)
+            port = self._server.add_insecure_port(place)
         except RuntimeError:
-            raise ConfigError(f"cannot listen on {address}; is another server there?") from None
+            raise ConfigError(f"cannot listen on {place}; is another server there?") from None
         await self._server.start()
         return port
 
@@ -142,7 +147,7 @@ def serve(
 async def _serve(load: Callable[[], Assembly], options: ServeOptions, say: Callable[[str], None]) -> int:
     signals = _Signals()
     server = Server(options)
-    say(f"listening on {options.host}:{await server.start()}")
+    say(f"listening on {address(options.host, await server.start())}")
     try:
         assembly = await signals.first_or(_in_thread(load))
         if assembly is None:

@@ -17,7 +17,7 @@ from jaxinfer.errors import CheckpointError, ConfigError, Unavailable
 from jaxinfer.request import FinishReason, SamplingParams
 from jaxinfer_server.bridge import BridgeLimits
 from jaxinfer_server.client import Client
-from jaxinfer_server.launch import ServeOptions, Server, serve
+from jaxinfer_server.launch import ServeOptions, Server, address, serve
 
 DOUBLES = Path(__file__).with_name("doubles.py")
 LONG = SamplingParams(max_tokens=60, seed=0)
@@ -164,6 +164,11 @@ def test_a_port_that_is_taken_is_said():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             serve(lambda: None, options=ServeOptions(port=port), say=lambda line: None)
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_host_is_spelled_either_way(host):
+    assert address(host, 5) == "[::1]:5"
 
 
 def test_the_default_is_this_machine_only():
