@@ -52,10 +52,16 @@ class PrefixCache:
             self._name_of[page] = name
 
     def forget(self, page: int) -> None:
-        """End the hits on `page`, because its content goes or is not to be trusted; no-op where there are none."""
+        """End the hits on `page`, because its content goes; no-op where there are none."""
         name = self._name_of.pop(page, None)
         if name is not None:
             del self._page_of[name]
+
+    def revoke(self, names: Sequence[bytes]) -> None:
+        """End the hits for `names`, because what they stand for is not to be trusted."""
+        for name in names:
+            if name in self._page_of:
+                self.forget(self._page_of[name])
 
     def check(self) -> None:
         """Raise EngineFault where names and pages are not one to one."""

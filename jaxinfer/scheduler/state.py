@@ -142,9 +142,11 @@ class State:
             sequence.siblings.prompt_published = True
 
     def distrust(self, sequence: Sequence) -> None:
-        """End the hits on its pages: something not finite was computed from them."""
-        for page in sequence.pages:
-            self.cache.forget(page)
+        """End the hits on its tokens: something not finite was computed from them.
+
+        By name and not by its pages, which a preemption may have taken from it.
+        """
+        self.cache.revoke(sequence.names(len(sequence.tokens) // self.limits.page_size))
 
     # ---- invariants --------------------------------------------------------------------------------------------------
 

@@ -336,6 +336,20 @@ def test_logits_that_are_not_finite_end_that_choice_alone_and_its_pages_are_no_h
     assert_solo(collector, again)
 
 
+def test_pages_of_a_preempted_choice_are_no_hits_either_once_its_logits_are_not_finite():
+    runner, loop = make_loop(replace(LIMITS, pages=4, slots=2))
+    first, sick = (make_request(str(s), s, prompt(4, salt=s), params=SamplingParams(max_tokens=6)) for s in range(2))
+    runner.nan_at.add((1, 0, 4))  # in flight while `first` takes a page of it
+    for request in (first, sick):
+        loop.add(runner.expect(request))
+    collector = finish_all(loop)
+    assert (loop.stats().preemptions, collector.ends["1", 0].finish) == (1, FinishReason.ERROR)
+    assert_solo(collector, first)
+    again = make_request("again", 3, (*sick.prompt, 5))
+    loop.add(runner.expect(again))
+    assert finish_all(loop).ends["again", 0].usage.cached_tokens == 0
+
+
 @pytest.mark.parametrize("call", ["dispatch", "fetch"])
 def test_a_fault_of_the_runner_ends_every_request_and_the_loop(call):
     def fail(name, number):
