@@ -16,7 +16,7 @@ from jaxinfer.request import FinishReason, Request, SampledToken, SamplingParams
 from jaxinfer.scheduler.loop import EngineLoop
 
 BLANK = -1
-LIMITS = Limits(slots=4, pages=16, page_size=4, context=48, chunk=8, step_tokens=12, vocab_size=23)
+LIMITS = Limits(slots=4, pages=16, page_size=4, context=48, chunk=8, step_tokens=12, vocab_size=16)
 
 
 def extend(digest: int, token: int) -> int:

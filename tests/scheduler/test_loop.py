@@ -292,11 +292,11 @@ def test_a_draining_loop_finishes_what_it_has_and_takes_no_more():
     ("fields", "words"),
     [
         ({"tokens": ()}, "0 tokens"),
-        ({"tokens": (1, 23)}, "prompt holds token id 23"),
+        ({"tokens": (1, 16)}, "prompt holds token id 16"),
         ({"tokens": (-1, 2)}, "prompt holds token id -1"),
         ({"tokens": (1,), "stop_ids": frozenset({99})}, "stop_ids holds token id 99"),
         ({"tokens": (1,), "stop_ids": frozenset(range(17))}, "17 stop ids; expected at most 16"),
-        ({"tokens": (1,), "params": SamplingParams(logit_bias={23: 1.0})}, "logit_bias holds token id 23"),
+        ({"tokens": (1,), "params": SamplingParams(logit_bias={16: 1.0})}, "logit_bias holds token id 16"),
         ({"tokens": (1,), "name": "taken"}, "'taken' is still running"),
     ],
 )
