@@ -65,6 +65,9 @@ def _parse(source: str) -> dict[str, Any]:
         raise CheckpointError(f"tokenizer.json is not JSON ({error}); fetch it again") from None
     if not isinstance(layout, dict) or not isinstance(layout.get("model"), dict):
         raise CheckpointError("tokenizer.json has no model section; expected a file written by the tokenizers package")
+    for name, kind in (("added_tokens", list), ("decoder", dict)):
+        if not isinstance(layout.get(name), kind | None):
+            raise CheckpointError(f"tokenizer.json: {name} is a {type(layout[name]).__name__}, not a {kind.__name__}")
     _check_ids(layout)
     return {**layout, "truncation": None, "padding": None}
 
@@ -157,7 +160,10 @@ def _strips_one_space(step: Mapping[str, Any]) -> bool:
 
 def _spelling(entry: Any) -> str:
     """A token of `tokenizer_config.json`: a string, an object with `content`, or null."""
-    return (entry.get("content") or "") if isinstance(entry, dict) else (entry or "")
+    spelling = (entry.get("content") if isinstance(entry, dict) else entry) or ""
+    if not isinstance(spelling, str) or any("\ud800" <= letter <= "\udfff" for letter in spelling):
+        raise CheckpointError(f"tokenizer_config.json names the token {spelling!r:.60}; expected Unicode text")
+    return spelling
 
 
 def _controls(backend: Backend, added: Mapping[int, Any], config: Mapping[str, Any]) -> ControlTokens:

@@ -144,7 +144,7 @@ def from_sentencepiece(source: Path | str | bytes, config: Mapping[str, Any] | N
     model = source if isinstance(source, bytes) else _read(Path(source))
     config = config or {}
     return TextTokenizer(
-        SentencePieceCodec(model), adds_bos=config.get("add_bos_token"), eos_ids=config.get("eos_token_ids", ())
+        SentencePieceCodec(model), adds_bos=config.get("add_bos_token"), eos_ids=config.get("eos_token_ids") or ()
     )
 
 
@@ -159,7 +159,7 @@ def from_tokenizer_json(path: Path | str) -> TextTokenizer:
 
 
 def _from_json(source: str, config: Mapping[str, Any]) -> TextTokenizer:
-    return TextTokenizer(JsonCodec(source, config), eos_ids=config.get("eos_token_ids", ()))
+    return TextTokenizer(JsonCodec(source, config), eos_ids=config.get("eos_token_ids") or ())
 
 
 def from_gguf(fields: Mapping[str, Any]) -> TextTokenizer:
@@ -231,4 +231,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.name} is not JSON ({error}); fetch it again") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path.name} holds a {type(config).__name__}; expected an object")
+    if not isinstance(adds := config.get("add_bos_token"), bool | None):
+        raise CheckpointError(f"{path.name}: add_bos_token is {adds!r:.40}; expected true or false")
+    ends = config.get("eos_token_ids")
+    if ends is not None and not (isinstance(ends, list) and all(isinstance(token, int) for token in ends)):
+        raise CheckpointError(f"{path.name}: eos_token_ids is {ends!r:.40}; expected a list of whole numbers")
     return config

@@ -1,7 +1,9 @@
 """What holds for every kind of tokenizer, and what each file format must say."""
 
+import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -337,7 +339,29 @@ def test_a_damaged_json_is_named(tmp_path: Path, content: bytes):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("config", ["{", "[]", '{"bos_token": "<nowhere>"}', '{"eos_token_ids": [9999]}'])
+@pytest.mark.parametrize(("section", "value"), [("added_tokens", 7), ("added_tokens", {"a": 1}), ("decoder", ["x"])])
+def test_a_json_section_of_a_wrong_type_is_named(tmp_path: Path, by_bytes: TextTokenizer, section: str, value: Any):
+    layout = json.loads(by_bytes.files()["tokenizer.json"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**layout, section: value}))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{",
+        "[]",
+        '{"bos_token": "<nowhere>"}',
+        '{"bos_token": 7}',
+        '{"eos_token": {"content": ["x"]}}',
+        '{"eos_token": "\\ud800"}',
+        '{"eos_token_ids": [9999]}',
+        '{"eos_token_ids": 7}',
+        '{"add_bos_token": "false"}',
+        '{"eos_token_ids": [[7]]}',
+    ],
+)
 def test_a_damaged_config_is_named(tmp_path: Path, by_bytes: TextTokenizer, config: str):
     (tmp_path / "tokenizer.json").write_bytes(by_bytes.files()["tokenizer.json"])
     (tmp_path / "tokenizer_config.json").write_text(config)
