@@ -3,8 +3,9 @@
 Knows: which fields there are and which pairs of them cannot work. Reads no file, no environment, imports no JAX.
 """
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxinfer.errors import ConfigError
 
@@ -16,6 +17,14 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
+
+
+def _require_number(config: Any, *names: str) -> None:
+    """Positive, finite numbers; anything else than a number would only fail deep inside a traced step."""
+    for name in names:
+        value = getattr(config, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(number and 0 < value < math.inf, f"{name} is {value!r:.80}; expected a positive number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,7 @@ class RopeConfig:
     original_context: int = 8_192
 
     def __post_init__(self) -> None:
-        _require(self.theta > 0, f"rope theta is {self.theta}; expected a positive number")
+        _require_number(self, "theta", "factor", "low_freq_factor", "high_freq_factor", "original_context")
         _require(self.kind in ("default", "linear", "llama3"), f"rope kind is {self.kind!r}; not one we know")
         _require(self.factor >= 1, f"rope factor is {self.factor}; expected 1 or more")
         _require(
@@ -87,6 +96,21 @@ class ModelConfig:
             len(self.windows) in (0, self.layers),
             f"windows has {len(self.windows)} entries; expected one per layer, {self.layers}",
         )
+        for window in self.windows:
+            _require(
+                window is None or (isinstance(window, int) and window > 0),
+                f"windows holds {window!r:.80}; expected positive whole numbers, or None for a layer that sees all",
+            )
+        self._check_switches()
+
+    def _check_switches(self) -> None:
+        _require(isinstance(self.family, str), f"family is {self.family!r:.80}; expected a name")
+        _require(self.activation in get_args(Activation), f"activation is {self.activation!r:.80}; not one we know")
+        _require_number(self, "query_scale", "norm_eps", "embedding_scale")
+        _require_number(self, *(n for n in ("attention_softcap", "logit_softcap") if getattr(self, n) is not None))
+        for name in ("tied_head", "qk_norm", "post_norms", "attention_bias", "output_bias"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} is {value!r:.80}; expected true or false")
 
     @property
     def group(self) -> int:

@@ -164,6 +164,18 @@ def test_a_damaged_manifest(saved: Path, change: dict[str, Any], message: str):
         ({"tied_head": False}, "head is missing"),
         ({"layers": 10**9, "windows": []}, "1000000000 layers"),
         ({"new_switch": True}, "new_switch"),
+        ({"family": 7}, "family"),
+        ({"windows": [0, 0]}, "windows"),
+        ({"windows": ["8", 8]}, "windows"),
+        ({"activation": "relu"}, "activation"),
+        ({"norm_eps": "1e-5"}, "norm_eps"),
+        ({"query_scale": None}, "query_scale"),
+        ({"embedding_scale": float("inf")}, "embedding_scale"),
+        ({"logit_softcap": 0}, "logit_softcap"),
+        ({"qk_norm": 1}, "qk_norm"),
+        ({"rope": {"theta": float("nan")}}, "theta"),
+        ({"rope": {"kind": "linear", "factor": "2"}}, "factor"),
+        ({"rope": {"kind": "llama3", "factor": 2.0, "original_context": 0}}, "original_context"),
     ],
 )
 def test_a_configuration_that_does_not_fit_the_weights(saved: Path, change: dict[str, Any], message: str):
