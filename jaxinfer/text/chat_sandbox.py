@@ -1,20 +1,21 @@
 """Jinja as chat templates use it, in a sandbox that bounds what a template may spend.
 
 Knows: Jinja. Does not know messages or tokenizers. A template comes with a checkpoint, so it may be hostile: loop
-turns, calls and seconds are counted, and the size of every text it builds is checked. Attribute access is Jinja's own
-immutable sandbox.
+turns, calls and seconds are counted, and the size of what joining, replacing and repeating give is checked before it is
+made. Attribute access is Jinja's own immutable sandbox. Not bounded: printing a list that holds one list many times.
 """
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, cast
 
-from jinja2 import TemplateError, nodes, pass_context
+from jinja2 import Environment, TemplateError, nodes, pass_context, pass_environment
 from jinja2.ext import Extension
-from jinja2.filters import do_indent
+from jinja2.filters import do_indent, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -71,11 +72,46 @@ class _Environment(ImmutableSandboxedEnvironment):
         context.resolve(_METER).tick()
         for value in (*args, *kwargs.values()):
             _check_number(value)
+        method = getattr(obj, "__wrapped__", obj)  # Jinja wraps str.format
+        if isinstance(text := getattr(method, "__self__", None), str):
+            obj = _bounded_method(text, method.__name__) or obj
         return _bounded(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_product(operator, left, right)
         return _bounded(super().call_binop(context, operator, left, right))
+
+
+def _bounded_method(text: str, name: str) -> Callable[..., str] | None:
+    """A stand-in for the methods whose result may be far longer than what they are given; None for all others."""
+    if name in ("format", "format_map", "expandtabs"):
+        raise RequestError(f"the chat template formats with {name}; only joining is allowed")
+    return {"replace": partial(_replaced, text), "join": partial(_joined, separator=text)}.get(name)
+
+
+def _replaced(text: Any, old: Any, new: Any, count: int | None = -1) -> str:
+    text, old, new, most = str(text), str(old), str(new), -1 if count is None else count
+    found = text.count(old)
+    _check_length(len(text) + (found if most < 0 else min(found, most)) * len(new))
+    return text.replace(old, new, most)
+
+
+def _joined(items: Iterable[Any], separator: str = "") -> str:
+    """What `~` and `join` mean, with the size checked first."""
+    parts = [str(item) for item in items]
+    _check_length(sum(map(len, parts)) + len(separator) * len(parts))
+    return separator.join(parts)
+
+
+@pass_environment
+def _join(environment: Environment, items: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    """Jinja's filter."""
+    return _joined(items if attribute is None else map(make_attrgetter(environment, attribute), items), d)
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_TEXT:
+        raise RequestError(f"the chat template makes a text of length {length}; at most {MAX_TEXT} is allowed")
 
 
 def _check_number(value: Any) -> None:
@@ -105,11 +141,6 @@ def _metered(context: Context, items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         meter.tick()
         yield item
-
-
-def _joined(parts: list[Any]) -> str:
-    """What `~` means, with its size checked."""
-    return _bounded("".join(map(str, parts)))
 
 
 class _Metering(NodeTransformer):
@@ -155,14 +186,19 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON, without the escapes that Jinja's own filter adds for HTML."""
+    _check_indent(indent or 0)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
     """Jinja's filter, for widths up to 64."""
+    _check_indent(width)
+    return do_indent(text, width, first, blank)
+
+
+def _check_indent(width: Any) -> None:
     if not isinstance(width, int) or not 0 <= width <= 64:
         raise RequestError(f"the chat template indents by {width!r:.40}; at most 64 spaces are allowed")
-    return do_indent(text, width, first, blank)
 
 
 def _environment() -> _Environment:
@@ -172,9 +208,10 @@ def _environment() -> _Environment:
         optimized=False,
         extensions=["jinja2.ext.loopcontrols", _GenerationTag],
     )
-    for unbounded in ("center", "format", "wordwrap"):
+    for unbounded in ("batch", "center", "format", "round", "slice", "wordwrap"):
         del environment.filters[unbounded]
-    environment.filters |= {"tojson": _tojson, "indent": _indent, "\0metered": _metered, "\0joined": _joined}
+    environment.filters |= {"tojson": _tojson, "indent": _indent, "join": _join, "replace": _replaced}
+    environment.filters |= {"\0metered": _metered, "\0joined": _joined}
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
 

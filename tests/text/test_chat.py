@@ -1,5 +1,7 @@
 """Messages become the ids that the template means, and a caller's words never become control tokens."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from jaxinfer.errors import CheckpointError, RequestError
 from jaxinfer.text import chat_sandbox
 from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.chat_sandbox import Sandbox
 from jaxinfer.text.tokenizer import TextTokenizer
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -241,11 +244,51 @@ def test_a_template_that_fails_on_these_messages_is_the_callers_error(smollm: Te
         ("{{ 'a'.ljust(10**9) }}", "number above"),
         ("{{ '%999999999d' % 1 }}", "formats"),
         ("{{ 'a' | indent(10**9) }}", "indents"),
+        ("{{ [1] | tojson(indent=10**9) }}", "indents"),
+        ("{{ '\t'.expandtabs(8000000) }}", "expandtabs"),
+        ("{{ '{:>8000000}'.format(1) }}", "formats"),
     ],
 )
 def test_a_template_cannot_leave_its_sandbox_or_spend_without_end(smollm: TextTokenizer, source: str, message: str):
     with pytest.raises(RequestError, match=message):
         ChatTemplate(source, smollm).encode(USER)
+
+
+@pytest.mark.parametrize(
+    "growth",
+    [
+        "a.replace('a', b)",
+        "a | replace('a', b)",
+        "b.join(a)",
+        "a | join(b)",
+        "[a] | map('replace', 'a', b) | first",
+        "(messages * 3000) | map(attribute='content') | join(a)",
+        "a ~ a",
+    ],
+)
+def test_a_text_that_would_be_too_long_is_not_made(smollm: TextTokenizer, growth: str):
+    """Too long by a hundred times: it is the size that is checked, before the memory is taken."""
+    source = "{% set a, b = 'a' * 8000000, 'b' * 100 %}{{ (" + growth + ") | length }}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="length"):
+            ChatTemplate(source, smollm).encode(USER)
+        assert tracemalloc.get_traced_memory()[1] < 200e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'a-b-c'.replace('-', '+') }}{{ 'a-b' | replace('-', '+') }}", "a+b+ca+b"),
+        ("{{ 'aaa'.replace('a', 'b', 2) }}{{ 'aaa' | replace('a', 'b', 2) }}", "bbabba"),
+        ("{{ ', '.join(['x', 'y']) }}{{ [1, none] | join(';') }}{{ [1, 2] | join }}", "x, y1;None12"),
+        ("{{ messages | join('', attribute='content') }}{{ messages | map(attribute='role') | join }}", "Hiuser"),
+    ],
+)
+def test_joining_and_replacing_mean_what_they_do_in_jinja(source: str, text: str):
+    assert Sandbox(source).render({"messages": [{"role": "user", "content": "Hi"}]}) == text
 
 
 def test_a_template_cannot_run_for_ever(smollm: TextTokenizer, monkeypatch: pytest.MonkeyPatch):
