@@ -125,6 +125,9 @@ class Driver:
         except RequestError as error:
             self.give_up(*tickets)
             return error
+        except BaseException:  # an interrupt: nobody else knows these tickets yet
+            self.give_up(*tickets)
+            raise
         return tickets
 
     def _collect(self, tickets: Sequence[Ticket]) -> list[Output] | EngineFault:

@@ -95,6 +95,21 @@ def test_an_exception_in_the_middle_of_generate_frees_everything(llm, monkeypatc
     assert_idle(llm.assembly.loop)
 
 
+def test_an_interrupt_while_a_job_is_still_being_queued_frees_all_of_it(llm, monkeypatch):
+    step, calls = llm.assembly.loop.step, count()
+
+    def interrupted():
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.assembly.loop, "step", interrupted)
+    requests = [llm.assembly.request("bell", GREEDY) for _ in range(20)]  # more than the queue holds
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.driver.run_in_order([("job", requests)], window=1))
+    assert_idle(llm.assembly.loop)
+
+
 def test_ctrl_c_inside_a_step_waits_for_its_end(llm, monkeypatch):
     alone = llm.generate(["By day"], GREEDY)[0].text
     runner = llm.assembly.runner
