@@ -3,7 +3,6 @@
 Knows: which fields there are and which pairs of them cannot work. Reads no file, no environment, imports no JAX.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -20,11 +19,11 @@ def _require(ok: bool, message: str) -> None:
 
 
 def _require_number(config: Any, *names: str) -> None:
-    """Positive, finite numbers; anything else than a number would only fail deep inside a traced step."""
+    """Positive numbers of a sane size; anything else than a number would only fail deep inside a traced step."""
     for name in names:
         value = getattr(config, name)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        _require(number and 0 < value < math.inf, f"{name} is {value!r:.80}; expected a positive number")
+        _require(number and 0 < value < 1e18, f"{name} is {value!r:.80}; expected a positive number below 1e18")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +88,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "context"):
             value = getattr(self, name)
-            _require(isinstance(value, int) and value > 0, f"{name} is {value!r}; expected a positive whole number")
+            whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+            _require(whole, f"{name} is {value!r:.80}; expected a positive whole number below 2**31")
         _require(self.heads % self.kv_heads == 0, f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
-        _require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary embedding needs it even")
+        _require(
+            self.head_dim % 2 == 0 and self.head_dim <= 2**16,  # its frequencies are made while the model is traced
+            f"head_dim is {self.head_dim}; rotary embedding needs it even, and 65536 at the most",
+        )
         _require(
             len(self.windows) in (0, self.layers),
             f"windows has {len(self.windows)} entries; expected one per layer, {self.layers}",
@@ -104,6 +107,8 @@ class ModelConfig:
         self._check_switches()
 
     def _check_switches(self) -> None:
+        _require(isinstance(self.rope, RopeConfig), f"rope is {self.rope!r:.80}; expected a RopeConfig")
+        _require(isinstance(self.local_rope, RopeConfig | None), f"local_rope is {self.local_rope!r:.80}")
         _require(isinstance(self.family, str), f"family is {self.family!r:.80}; expected a name")
         _require(self.activation in get_args(Activation), f"activation is {self.activation!r:.80}; not one we know")
         _require_number(self, "query_scale", "norm_eps", "embedding_scale")

@@ -208,6 +208,11 @@ def test_a_hostile_layer_count_is_refused_before_anything_is_built(tmp_path: Pat
         load(hf_model(tmp_path, num_hidden_layers=4096), dtype="float32")
 
 
+def test_a_hostile_head_size_is_refused_before_its_frequencies_are_made(tmp_path: Path):
+    with pytest.raises(ConfigError, match="head_dim is 2147483646"):
+        load(hf_model(tmp_path, head_dim=2**31 - 2), dtype="float32")
+
+
 def test_a_damaged_config(tmp_path: Path):
     path = Path(hf_model(tmp_path)) / "config.json"
     for text, message in (("{", "no JSON"), ("[]", "holds a list"), ("[" * 100_000, "no JSON"), ("\xff", "UTF-8")):
