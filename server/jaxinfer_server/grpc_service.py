@@ -13,29 +13,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 import jaxinfer
-from jaxinfer.assembly import Assembly, Messages
-from jaxinfer.errors import (
-    BadSamplingParam,
-    Cancelled,
-    DeadlineExceeded,
-    JaxInferError,
-    Overloaded,
-    PromptTooLong,
-    RequestError,
-    Unavailable,
-)
+from jaxinfer.assembly import Assembly
+from jaxinfer.errors import Cancelled, DeadlineExceeded, JaxInferError, Overloaded, RequestError, Unavailable
 from jaxinfer.output import failure
 from jaxinfer.request import Delta, FinishReason, Request
 from jaxinfer_server.bridge import Bridge
-from jaxinfer_server.convert import Prompt, chat_from_wire, delta_to_wire, is_chat, params_from_wire, prompt_from_wire
+from jaxinfer_server.convert import delta_to_wire
 from jaxinfer_server.delta_stream import joined
-from jaxinfer_server.schema import capabilities, check_known, check_messages, check_request_id
+from jaxinfer_server.intake import detokenized, request_of, tokenized
+from jaxinfer_server.schema import capabilities, check_known
 from jaxinfer_server.status import status_of
 from jaxinfer_server.v1 import inference_pb2 as pb
 from jaxinfer_server.v1 import inference_pb2_grpc as rpc
@@ -45,10 +37,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _TEXT_THREADS = 2
-_HEAD_CHARS = 8
-"""Characters per token of context that are looked at first; English text has four to five."""
-_CUT_TOKENS = 64
-"""More than cutting a text in two can add to the tokens of its first part."""
 UNREAD_SECONDS = 5.0
 """After its deadline a request has ended; so long may its reader take for what is left."""
 _OUR_METHODS = f"/{pb.DESCRIPTOR.services_by_name['Inference'].full_name}/"
@@ -107,7 +95,7 @@ class InferenceService(rpc.InferenceServicer):
         bridge.check_open()
         with self._seat(assembly):
             deadline = self._deadline(context)
-            request = await _on_thread(self._text, lambda: _request(assembly, message, deadline))
+            request = await _on_thread(self._text, lambda: request_of(assembly, message, deadline))
             async with _read_until(deadline), bridge.stream(request) as deltas:
                 await context.write(_accepted(message, request))
                 whole = message.delivery == pb.DELIVERY_WHOLE
@@ -141,12 +129,12 @@ class InferenceService(rpc.InferenceServicer):
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         check_known(request)
         assembly, _ = self._model()
-        return pb.TokenizeResponse(token_ids=await _on_thread(self._aside, lambda: _tokenized(assembly, request)))
+        return pb.TokenizeResponse(token_ids=await _on_thread(self._aside, lambda: tokenized(assembly, request)))
 
     async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         check_known(request)
         assembly, _ = self._model()
-        return pb.DetokenizeResponse(text=await _on_thread(self._aside, lambda: _detokenized(assembly, request)))
+        return pb.DetokenizeResponse(text=await _on_thread(self._aside, lambda: detokenized(assembly, request)))
 
     async def _model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         check_known(request)
@@ -223,68 +211,6 @@ async def _answered(context: Context, request: Message | None, work: Callable[[]
         status = status_of(error)
     await context.abort(status.code, status.details, status.metadata)
     raise AssertionError("abort raises")
-
-
-def _request(assembly: Assembly, message: pb.GenerateRequest, deadline: float | None) -> Request:
-    check_request_id(message.request_id)
-    check_messages(message.chat)
-    check_known(message)
-    if len(message.sampling.logit_bias) > assembly.vocab_size:
-        raise BadSamplingParam(f"logit_bias has more entries than there are ids, {assembly.vocab_size}")
-    prompt = prompt_from_wire(message)
-    _check_length(assembly, prompt)
-    return assembly.request(
-        prompt,
-        params_from_wire(message.sampling),
-        request_id=message.request_id or None,
-        deadline=deadline,
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-    )
-
-
-def _check_length(assembly: Assembly, prompt: Prompt) -> None:
-    """Refuse a hopeless prompt by its beginning: four megabytes take a tokenizer seconds.
-
-    Raises PromptTooLong where the beginning alone has clearly more tokens than the context.
-    """
-    if not isinstance(prompt, str) and not is_chat(prompt):
-        if len(prompt) > assembly.context:
-            raise PromptTooLong(f"the prompt has {len(prompt)} tokens; the context is {assembly.context} tokens")
-        return
-    messages = [prompt] if isinstance(prompt, str) else [" ".join(m.values()) for m in cast(Messages, prompt)]
-    text = "".join(messages)
-    head = text[: _HEAD_CHARS * assembly.context]
-    if len(head) < len(text):
-        tokens = len(assembly.tokenizer.encode(head, bos=False))
-        if tokens > assembly.context + _CUT_TOKENS:
-            raise PromptTooLong(
-                f"the first {len(head)} of the prompt's {len(text)} characters are {tokens} tokens; "
-                f"the context is {assembly.context} tokens"
-            )
-
-
-def _tokenized(assembly: Assembly, request: pb.TokenizeRequest) -> list[int]:
-    match request.WhichOneof("input"):
-        case "text" if request.HasField("bos") and not request.bos:
-            return assembly.tokenizer.encode(request.text, bos=False, special=True)
-        case "text":
-            return list(assembly.tokenize(request.text))
-        case "chat" if request.HasField("bos"):
-            raise RequestError("bos is set beside chat, where the template decides; leave it out")
-        case "chat":
-            check_messages(request.chat)
-            return list(assembly.tokenize(chat_from_wire(request.chat)))
-        case _:
-            raise RequestError("input is not set; expected text or chat")
-
-
-def _detokenized(assembly: Assembly, request: pb.DetokenizeRequest) -> str:
-    for token in request.token_ids:
-        if not 0 <= token < assembly.vocab_size:
-            raise RequestError(f"token_ids holds {token}; expected ids from 0 to {assembly.vocab_size - 1}")
-    skip_special = request.skip_special if request.HasField("skip_special") else True
-    return assembly.tokenizer.decode(request.token_ids, skip_special=skip_special)
 
 
 def _accepted(message: pb.GenerateRequest, request: Request) -> pb.GenerateResponse:

@@ -2,12 +2,14 @@
 
 import math
 import threading
+from dataclasses import replace
 
 import grpc
 import pytest
 
 from jaxinfer.errors import BadSamplingParam, Overloaded, PromptTooLong, RequestError
 from jaxinfer.request import FinishReason, SamplingParams
+from jaxinfer_server.intake import request_of
 from jaxinfer_server.v1 import inference_pb2 as pb
 from jaxinfer_server.v1 import inference_pb2_grpc as rpc
 
@@ -140,6 +142,19 @@ def test_a_hopeless_prompt_is_refused_by_its_beginning(scripted, client, monkeyp
         client.generate([prompt])
     assert sum(sizes) <= 8 * 4096
     assert client.generate("say:alive")[0].text == "alive"
+
+
+def test_control_tokens_in_a_raw_prompt_count_as_one_each(doubles):
+    class LongMarker(doubles.ByteTokenizer):
+        """One control token, of 40 characters."""
+
+        def encode(self, text, *, bos=True, special=False, sentinel=""):
+            return super().encode(text.replace("<" + "m" * 38 + ">", "<eos>") if special else text, special=special)
+
+    assembly = replace(doubles.scripted_assembly(), tokenizer=LongMarker())
+    message = pb.GenerateRequest(text=("<" + "m" * 38 + ">") * 1000)
+    assert len(message.text) > 8 * assembly.context
+    assert len(request_of(assembly, message, None).prompt) == 1000
 
 
 def test_a_text_that_takes_long_to_tokenise_keeps_nobody_waiting(scripted, client, monkeypatch):
