@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import jax
+import numpy as np
+
 from jaxinfer.checkpoint.load import load
 from jaxinfer.config import DTypeName, EngineConfig, ModelConfig
 from jaxinfer.engine.compilation import enable_persistent_cache
@@ -97,9 +100,11 @@ class Assembly:
         Control tokens spelled out in a text prompt are control tokens: whoever writes a raw prompt writes the template
         too. In chat messages they are plain text. Raises RequestError for an empty or ill-typed prompt.
         """
+        if isinstance(prompt, np.ndarray | jax.Array):
+            prompt = prompt.tolist()  # JAX would compile a slice to walk over one of its own
         if isinstance(prompt, str):
             ids = self._encode_text(prompt)
-        elif not _is_list(prompt):
+        elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise RequestError(f"prompt is a {type(prompt).__name__}; expected text, token ids or chat messages")
         elif len(prompt) and isinstance(prompt[0], Mapping):
             ids = self._encode_chat(cast(Messages, prompt))
@@ -138,11 +143,6 @@ class Assembly:
                 f"stop_token_ids and the model's end-of-text ids are {len(union)} ids; at most {MAX_STOP_IDS} fit"
             )
         return union
-
-
-def _is_list(value: object) -> bool:
-    """True for lists and tuples, and for one-dimensional numpy and JAX arrays, which are no `Sequence`."""
-    return (isinstance(value, Sequence) and not isinstance(value, bytes)) or getattr(value, "ndim", None) == 1
 
 
 def _whole(name: str, value: object, low: int, bound: int) -> int:

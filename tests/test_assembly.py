@@ -3,9 +3,12 @@
 import time
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 from jaxinfer import LLM, FinishReason, SamplingParams
+from jaxinfer.engine.compilation import compile_counter
 from jaxinfer.errors import BadSamplingParam, PromptTooLong, RequestError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -35,6 +38,18 @@ def test_stop_and_bias_ids_outside_the_vocabulary_are_refused_by_name(llm, token
 def test_prompts_of_the_wrong_kind_are_refused(llm, prompt):
     with pytest.raises(RequestError, match="prompt"):
         llm.generate([prompt], GREEDY)
+
+
+def test_arrays_of_ids_are_prompts_and_compile_nothing(llm):
+    ids = np.arange(1, 38, dtype=np.int32)
+    on_device = jax.device_put(ids)
+    before = compile_counter().count
+    for array in (ids, on_device):
+        assert llm.assembly.tokenize(array) == tuple(range(1, 38))
+    assert compile_counter().count == before
+    for wrong in (ids.astype(float), ids > 0, ids[None], np.array(7)):
+        with pytest.raises(RequestError, match="prompt"):
+            llm.assembly.tokenize(wrong)
 
 
 def test_half_a_surrogate_pair_is_the_callers_fault(llm):
