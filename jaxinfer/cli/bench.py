@@ -42,6 +42,8 @@ def command(
     counts = streams or [1, 8, 32]
     if min(counts) < 1 or prompt < 1 or output < 2:
         raise ConfigError(f"streams {counts}, prompt {prompt}, output {output}; expected at least 1, 1 and 2")
+    if max(counts) > engine.slots:
+        raise ConfigError(f"{max(counts)} streams; the engine has {engine.slots} slots, raise --slots")
 
     def shown(rows: Iterable[int]) -> Iterable[int]:
         return tqdm(rows, desc="bench", unit="run", disable=not sys.stderr.isatty())

@@ -60,6 +60,7 @@ def test_version(code, capsys):
         (["chat", "--n", "2"], "--n"),
         (["batch", "/no/such/input", "out"], "/no/such/input"),
         (["bench", "--output", "1"], "output 1"),
+        (["bench", "--streams", "33"], "--slots"),
         (["convert", "demo", "."], "exists"),
     ],
 )
