@@ -1,5 +1,6 @@
 """`jaxinfer serve`: the gRPC server."""
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,6 +45,10 @@ def command(
     jaxinfer serve ./my-model --host 0.0.0.0 --port 50051 --slots 64
     jaxinfer serve hf:meta-llama/Llama-3.1-8B-Instruct --tensor 4 --dtype bfloat16
     """
-    from jaxinfer_server.launch import serve
+    from jaxinfer_server.launch import loading, serve
 
-    raise typer.Exit(serve(ref, engine, options, progress=sys.stderr.isatty()))
+    code = serve(ref, engine, options, progress=sys.stderr.isatty())
+    if loading():
+        sys.stdout.flush()
+        os._exit(code)  # else Python would wait for every executable that is still being compiled
+    raise typer.Exit(code)

@@ -27,6 +27,7 @@ from jaxinfer_server.v1 import inference_pb2_grpc as rpc
 
 SERVICE: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _HEALTH_PERIOD = 0.2
+_LOADER = "jaxinfer-load"
 _log = logging.getLogger(__name__)
 
 
@@ -215,8 +216,13 @@ def _in_thread(load: Callable[[], Assembly]) -> "asyncio.Future[Assembly]":
         if not loop.is_closed():  # else the process was told to end meanwhile
             loop.call_soon_threadsafe(settle, result, failure)
 
-    threading.Thread(target=run, name="jaxinfer-load", daemon=True).start()
+    threading.Thread(target=run, name=_LOADER, daemon=True).start()
     return loaded
+
+
+def loading() -> bool:
+    """True while a model is being loaded or compiled in this process, also after `serve` was told to end meanwhile."""
+    return any(thread.name == _LOADER for thread in threading.enumerate())
 
 
 def _channel_options(options: ServeOptions) -> tuple[tuple[str, int], ...]:
