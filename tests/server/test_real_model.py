@@ -4,6 +4,7 @@ import gc
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 
 import psutil
@@ -19,7 +20,14 @@ ENGINE = EngineConfig(slots=16, context=256, chunk=64, deterministic=True, cache
 
 
 @pytest.fixture(scope="module")
-def assembly(tiny_path):
+def default_assembly(tiny_path):
+    """As people serve it: several decode buckets, unaligned chunks, preemption, pages of answers shared."""
+    return assemble(str(tiny_path), replace(ENGINE, deterministic=False))
+
+
+@pytest.fixture(scope="module")
+def assembly(tiny_path, default_assembly):
+    """Made after the other one, whose compilations would count as this one's."""
     return assemble(str(tiny_path), ENGINE)
 
 
@@ -59,9 +67,13 @@ def comparable(output):
     return [(c.text, c.token_ids, c.finish, c.stop_reason, c.logprobs) for c in output.choices]
 
 
+def requests_of_every_kind(story):
+    """32 prompts of mixed lengths and their parameters."""
+    return [story[37 * i : 37 * i + 20 + 9 * i] for i in range(32)], [mixed(i) for i in range(32)]
+
+
 def test_concurrent_streams_equal_their_solo_runs_and_nothing_is_compiled(served, story):
-    prompts = [story[37 * i : 37 * i + 20 + 9 * i] for i in range(32)]
-    each = [mixed(i) for i in range(32)]
+    prompts, each = requests_of_every_kind(story)
     with served.client() as client:
         client.wait_until_ready(60)
         alone = [client.generate(prompt, params)[0] for prompt, params in zip(prompts, each, strict=True)]
@@ -80,6 +92,22 @@ def test_concurrent_streams_equal_their_solo_runs_and_nothing_is_compiled(served
         assert [choice.text for choice in solo.choices] == texts
     assert served.wait_idle().free_pages == PAGES
     assert served.runner.compilations["serving"] == 0
+
+
+def test_in_default_mode_too_concurrent_streams_have_the_tokens_of_their_solo_runs(serving, default_assembly, story):
+    prompts, each = requests_of_every_kind(story)
+    server = serving(default_assembly)
+    with server.client() as client:
+        client.wait_until_ready(60)
+        compiled = server.runner.compilations["serving"]  # of the whole process: the other assembly's are among them
+        alone = [client.generate(prompt, params)[0] for prompt, params in zip(prompts, each, strict=True)]
+        together = client.generate(prompts, each, concurrency=32)
+    for solo, crowd in zip(alone, together, strict=True):
+        assert [(c.text, c.token_ids, c.finish) for c in solo.choices] == [
+            (c.text, c.token_ids, c.finish) for c in crowd.choices
+        ]
+    assert server.wait_idle().free_pages == PAGES
+    assert server.runner.compilations["serving"] == compiled
 
 
 def test_500_requests_with_random_ends_leak_nothing(served, story):
