@@ -96,6 +96,9 @@ class InferenceService(rpc.InferenceServicer):
         with self._seat(assembly):
             deadline = self._deadline(context)
             request = await _on_thread(self._text, lambda: request_of(assembly, message, deadline))
+            # Apart from the first message: if that write is cut off, gRPC forgets that the head went with it, sends it
+            # again before the status, fails, and the client waits for ever.
+            await context.send_initial_metadata(())
             async with _read_until(deadline), bridge.stream(request) as deltas:
                 await context.write(_accepted(message, request))
                 whole = message.delivery == pb.DELIVERY_WHOLE

@@ -292,8 +292,8 @@ def test_a_reader_that_stops_reading_is_cut_off_and_slows_nobody(doubles, servin
     narrow = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
     params = SamplingParams(max_tokens=50_000, seed=0, logprobs=20)
     with served.client(options=narrow) as slow, served.client() as quick:
-        stuck = slow.stream("x", params)
-        next(stuck)
+        stuck = slow.stream("x", params)  # not even the first message is read: that write may be the one cut off
+        served.wait_for(lambda: served.stats().output_tokens > 0)
         assert quick.generate("say:quick")[0].text == "quick"
         served.wait_for(lambda: served.server.bridge.running == 0)  # cut off without a word from its reader
         assert served.stats().output_tokens < 50_000
