@@ -40,7 +40,7 @@ demo: $(VENV)/.demo
 
 test: venv
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=15
 
 lint: venv
 	$(BIN)/ruff check .
