@@ -6,28 +6,15 @@ from itertools import count, zip_longest
 
 import pytest
 
-from jaxinfer import LLM, Delta, SamplingParams
+from jaxinfer import LLM, Delta
 from jaxinfer.errors import EngineFault
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
-PROMPTS = [
-    "Once, on a river",
-    "By day",
-    "The night",
-    "bell",
-    "a 🙂 and 한국어",
-    "one",
-    "over full. One crossing carried",
-]
+from .llm_cases import GREEDY, PROMPTS, one_by_one
 
 
 @pytest.fixture
 def llm(fresh_llm: LLM) -> LLM:
     return fresh_llm
-
-
-def one_by_one(llm: LLM, prompts, params: SamplingParams) -> list[tuple[int, ...]]:
-    return [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
 
 
 def assert_idle(loop) -> None:

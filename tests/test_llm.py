@@ -9,25 +9,12 @@ from jaxinfer import LLM, EngineConfig, FinishReason, SamplingParams
 from jaxinfer.errors import RequestError
 from jaxinfer.text.chat import ChatTemplate
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
-PROMPTS = [
-    "Once, on a river",
-    "By day",
-    "The night",
-    "bell",
-    "a 🙂 and 한국어",
-    "one",
-    "over full. One crossing carried",
-]
+from .llm_cases import GREEDY, PROMPTS, one_by_one
 
 
 @pytest.fixture
 def llm(fresh_llm: LLM) -> LLM:
     return fresh_llm
-
-
-def one_by_one(llm: LLM, prompts, params: SamplingParams) -> list[tuple[int, ...]]:
-    return [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
 
 
 def joined(stream) -> str:
