@@ -164,8 +164,8 @@ class EngineConfig:
 
     slots: sequences decoded together. context: most tokens of a sequence (None: the model's own). chunk: most prompt
     tokens of one prefill call. queue: requests that may wait. dtype: of weights and cache (None: float32 on CPU,
-    bfloat16 elsewhere). deterministic: one decode bucket and page-aligned chunks, so that results are bitwise equal
-    whatever the neighbours. prefix_cache: share full pages between equal prompts.
+    bfloat16 elsewhere). deterministic: one decode bucket and chunks at multiples of `chunk`, so that results are
+    bitwise equal whatever the neighbours. prefix_cache: share full pages between equal prompts.
     """
 
     slots: int = 32
@@ -193,7 +193,7 @@ class EngineConfig:
     def decode_buckets(self) -> tuple[int, ...]:
         """Row counts that the decode step is compiled for: 1, powers of two from 8 up, and `slots`; or `slots` alone.
 
-        Between 2 and 8 rows the weights are what is read, and a step costs nearly the same: 45 to 57 ms on CPU.
+        Between 2 and 8 rows the weights are what is read, and a step costs nearly the same: 33 to 42 ms on CPU.
         """
         if self.deterministic:
             return (self.slots,)

@@ -114,13 +114,19 @@ def prefill_cost(config: ModelConfig, tokens: int, dtype_bytes: int, start: int 
 
 
 def _row_cost(config: ModelConfig, *, tokens: int, length: int, dtype_bytes: int, sampled: int) -> Cost:
-    """What one row adds to the reading of the weights: its matmuls, its attention, its keys and values."""
-    matmul = 2.0 * (block_weights(config) * tokens + head_weights(config) * sampled)
+    """What one row adds to the reading of the weights: its matmuls, its attention, its keys and values.
+
+    Of the last block it needs all keys and values, and the rest for its last token alone.
+    """
+    beyond_keys = config.width * (2 * config.head_dim * config.heads + 3 * config.mlp_width)
+    through_blocks = block_weights(config) * tokens - beyond_keys * (tokens - 1)
+    matmul = 2.0 * (through_blocks + head_weights(config) * sampled)
     pairs = read = 0
     for layer in range(config.layers):
         window = config.window(layer) or length
-        pairs += _visible(length, window) - _visible(length - tokens, window)
-        read += min(length, window + tokens - 1)
+        queries = 1 if layer == config.layers - 1 else tokens
+        pairs += _visible(length, window) - _visible(length - queries, window)
+        read += min(length, window + queries - 1)
     per_token = 2 * config.kv_heads * config.head_dim * dtype_bytes
     attention = 4.0 * config.heads * config.head_dim * pairs
     return Cost(matmul + attention, float(per_token * (read + tokens * config.layers)))

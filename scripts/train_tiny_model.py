@@ -60,9 +60,11 @@ class TrainingOps:
         chances = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf).astype(jnp.float32))
         return jnp.einsum("skgtu,skuc->stkgc", chances.astype(queries.dtype), pages[:, 1])
 
-    def matmul(self, x: Float[Array, "... i"], weight: Float[Array, "*out i"]) -> Float[Array, "..."]:
+    def matmul(
+        self, x: Float[Array, "... i"], weight: Float[Array, "*out i"], dtype: Any = None
+    ) -> Float[Array, "..."]:
         """Contract the last axis of both."""
-        return jnp.tensordot(x, weight, axes=(-1, -1))
+        return jnp.tensordot(x, weight, axes=(-1, -1), preferred_element_type=dtype)
 
 
 def train_tokenizer(text: str, vocabulary: int = 448) -> bytes:
@@ -114,7 +116,7 @@ def whole_logits(config: ModelConfig, params: Any, tokens: Tokens) -> Logits:
     empty = jnp.zeros((1, 2, config.kv_heads, count, config.head_dim))
     model = Transformer(config, jnp.float32)
     hidden: Any = model.apply({"params": params}, batch, (empty,) * config.layers, TrainingOps())[0]
-    logits: Any = model.apply({"params": params}, hidden[0], method="logits")
+    logits: Any = model.apply({"params": params}, hidden[0], TrainingOps(), method="logits")
     return logits
 
 

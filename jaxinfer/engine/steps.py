@@ -42,14 +42,13 @@ def _forward(
 ) -> tuple[EngineState, Float[Array, "s w"]]:
     """The state with this step's keys written, and each row's hidden state at its last token."""
     batch = TokenBatch(tokens, rows.positions, rows.page_table, rows.lengths)
-    hidden, pages = program.model.apply({"params": params}, batch, state.pages, program.ops)
-    last = jnp.maximum(rows.valid - 1, 0)
-    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return state._replace(pages=pages), hidden
+    last = jnp.maximum(rows.valid - 1, 0) if tokens.shape[1] > 1 else None
+    hidden, pages = program.model.apply({"params": params}, batch, state.pages, program.ops, last)
+    return state._replace(pages=pages), hidden[:, 0]
 
 
 def _choose(params: Any, state: EngineState, hidden: Float[Array, "s w"], rows: StepRows, program: Program) -> Packed:
-    logits: Any = program.model.apply({"params": params}, hidden, method="logits")
+    logits: Any = program.model.apply({"params": params}, hidden, program.ops, method="logits")
     logits = lax.with_sharding_constraint(logits[:, : program.layout.vocab], program.whole)
     return sample(logits, state.history, rows.slots, rows.how)
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
-from jaxinfer.arrays import Hidden, Keys, Pages, Queries, Values
+from jaxinfer.arrays import Hidden, Keys, Pages, Queries, RowInt, Values
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.layers import Phases, norm_weight, rms_norm, rotate, weight
-from jaxinfer.model.ops import Ops, TokenBatch
+from jaxinfer.model.ops import Ops, TokenBatch, pick
 
 
 class Attention(nn.Module):
@@ -24,11 +24,19 @@ class Attention(nn.Module):
     window: int | None
 
     @nn.compact
-    def __call__(self, x: Hidden, pages: Pages, batch: TokenBatch, phases: Phases, ops: Ops) -> tuple[Hidden, Pages]:
-        """Attention's addition to the residual stream, and the pages with this step's keys. DONATES pages."""
+    def __call__(
+        self, x: Hidden, pages: Pages, batch: TokenBatch, phases: Phases, ops: Ops, last: RowInt | None
+    ) -> tuple[Hidden, Pages]:
+        """Attention's addition to the residual stream, and the pages with this step's keys. DONATES pages.
+
+        With `last`, the addition of each row's token at that index alone: [s, 1, w].
+        """
         config = self.config
         queries, keys, values = self._project(x, ops)
         pages = ops.write(pages, rotate(keys, phases), values, batch)
+        if last is not None:
+            queries, batch = pick(queries, last), batch.only(last)
+            phases = pick(phases[0], last), pick(phases[1], last)
         mixed = ops.attend(
             rotate(queries, phases),
             pages,

@@ -74,7 +74,16 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " h
 def rope_phases(rope: RopeConfig, head_dim: int, positions: Positions) -> Phases:
     """Cosine and sine of position x frequency. Float32: in bfloat16 position 257 would be 256."""
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    return jnp.cos(angles), jnp.sin(angles)
+    return jax.lax.platform_dependent(jnp.cos(angles), jnp.sin(angles), cpu=_keep, default=lambda *same: same)
+
+
+def _keep(cos: Float32[Array, "s t half"], sin: Float32[Array, "s t half"]) -> Phases:
+    """The same, but made once a step: XLA on CPU fuses a cosine into every layer that reads it, a barrier or not, and
+    there computes it for each head (40 of 1,040 ms of a prefill). Through a branch that it cannot decide it does not.
+    """
+    return jax.lax.cond(
+        cos[0, 0, 0] <= 1, lambda *same: same, lambda *none: jax.tree.map(jnp.zeros_like, none), cos, sin
+    )
 
 
 def rotate(x: Float[Array, "s t *heads c"], phases: Phases) -> Float[Array, "s t *heads c"]:

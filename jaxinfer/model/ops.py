@@ -4,11 +4,12 @@ Knows: the meaning of each operation. Implements nothing: `pallas_kernels` holds
 them.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
-from jaxinfer.arrays import Keys, Lengths, Pages, PageTable, Positions, Queries, Tokens, Values
+from jaxinfer.arrays import Keys, Lengths, Pages, PageTable, Positions, Queries, RowInt, Tokens, Values
 
 
 class TokenBatch(NamedTuple):
@@ -24,7 +25,17 @@ class TokenBatch(NamedTuple):
     page_table: PageTable
     lengths: Lengths
 
+    def only(self, index: RowInt) -> "TokenBatch":
+        """Each row's token at `index` alone, as a row of one token."""
+        return self._replace(tokens=pick(self.tokens, index), positions=pick(self.positions, index))
 
+
+def pick(x: Shaped[Array, "s t *any"], index: RowInt) -> Shaped[Array, "s 1 *any"]:
+    """Each row's entry at `index` along the axis of tokens."""
+    return jnp.take_along_axis(x, index.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
+
+
+@runtime_checkable
 class Ops(Protocol):
     """The operations; every method is pure and is traced inside jit."""
 
@@ -49,8 +60,10 @@ class Ops(Protocol):
         """
         ...
 
-    def matmul(self, x: Float[Array, "... i"], weight: Float[Array, "*out i"]) -> Float[Array, "..."]:
-        """Contract the last axis of both; the result has x's leading axes, then the weight's.
+    def matmul(
+        self, x: Float[Array, "... i"], weight: Float[Array, "*out i"], dtype: Any = None
+    ) -> Float[Array, "..."]:
+        """Contract the last axis of both; the result, of `dtype` or x's, has x's leading axes, then the weight's.
 
         Weights are stored output-first, which XLA on CPU reads twice as fast as input-first.
         """

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jaxinfer.arrays import Hidden, Logits, Pages, Queries, Tokens
+from jaxinfer.arrays import Hidden, Logits, Pages, Queries, RowInt, Tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.attention import Attention
 from jaxinfer.model.layers import MLP, Phases, norm_weight, rms_norm, rope_phases, softcap, weight
-from jaxinfer.model.ops import Ops, TokenBatch
+from jaxinfer.model.ops import Ops, TokenBatch, pick
 
 
 class DecoderBlock(nn.Module):
@@ -28,10 +28,16 @@ class DecoderBlock(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: Hidden, pages: Pages, batch: TokenBatch, phases: Phases, ops: Ops) -> tuple[Hidden, Pages]:
-        """The residual stream after this block, and its pages. DONATES pages."""
+    def __call__(
+        self, x: Hidden, pages: Pages, batch: TokenBatch, phases: Phases, ops: Ops, last: RowInt | None
+    ) -> tuple[Hidden, Pages]:
+        """The residual stream after this block, and its pages. DONATES pages.
+
+        With `last`, the stream of each row's token at that index alone: [s, 1, w].
+        """
         attention = Attention(self.config, self.dtype, self.config.window(self.layer), name="attention")
-        added, pages = attention(self._norm("attention_norm", x), pages, batch, phases, ops)
+        added, pages = attention(self._norm("attention_norm", x), pages, batch, phases, ops, last)
+        x = x if last is None else pick(x, last)
         x = x + (self._norm("attention_post_norm", added) if self.config.post_norms else added)
         added = MLP(self.config, self.dtype, name="mlp")(self._norm("mlp_norm", x), ops)
         return x + (self._norm("mlp_post_norm", added) if self.config.post_norms else added), pages
@@ -55,23 +61,28 @@ class Transformer(nn.Module):
         if not config.tied_head:
             self.head = weight(self, "head", ("vocab", "width"), table, self.dtype)
 
-    def __call__(self, batch: TokenBatch, pages: tuple[Pages, ...], ops: Ops) -> tuple[Hidden, tuple[Pages, ...]]:
-        """Every token's hidden state after the final norm, and the pool with this step's keys. DONATES pages."""
+    def __call__(
+        self, batch: TokenBatch, pages: tuple[Pages, ...], ops: Ops, last: RowInt | None = None
+    ) -> tuple[Hidden, tuple[Pages, ...]]:
+        """Every token's hidden state after the final norm, and the pool with this step's keys. DONATES pages.
+
+        With `last`, the hidden state of each row's token at that index alone, [s, 1, w]: the last block then takes the
+        other tokens no further than their keys and values, for nothing after it reads them.
+        """
         config = self.config
         ropes = dict.fromkeys(map(config.layer_rope, range(config.layers)))  # in order: a set's changes by process
         phases = {rope: rope_phases(rope, config.head_dim, batch.positions) for rope in ropes}
         x, written = self._embed(batch.tokens), []
         for layer, (block, layer_pages) in enumerate(zip(self.block, pages, strict=True)):
-            x, layer_pages = block(x, layer_pages, batch, phases[config.layer_rope(layer)], ops)
+            wanted = last if layer == config.layers - 1 else None
+            x, layer_pages = block(x, layer_pages, batch, phases[config.layer_rope(layer)], ops, wanted)
             written.append(layer_pages)
         return rms_norm(x, self.final_norm, config.norm_eps), tuple(written)
 
-    def logits(self, hidden: Float[Array, "s w"]) -> Logits:
+    def logits(self, hidden: Float[Array, "s w"], ops: Ops) -> Logits:
         """Next-token logits of the rows given, float32, softcap applied. Call as `apply(..., method="logits")`."""
         head = self.embedding if self.config.tied_head else self.head
-        dims = (((1,), (1,)), ((), ()))
-        logits = jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)
-        return softcap(logits, self.config.logit_softcap)
+        return softcap(ops.matmul(hidden, head, jnp.float32), self.config.logit_softcap)
 
     def _embed(self, tokens: Tokens) -> Hidden:
         """Rows of the embedding. The scale is rounded to the weights' dtype first, as Gemma was trained."""
@@ -88,7 +99,7 @@ class _ShapeOps:
     def attend(self, queries: Queries, pages: Pages, batch: TokenBatch, **how: Any) -> Queries:
         return queries
 
-    def matmul(self, x: Array, weight: Array) -> Array:
+    def matmul(self, x: Array, weight: Array, dtype: Any = None) -> Array:
         return jnp.tensordot(x, weight, axes=(-1, -1))
 
 

@@ -4,7 +4,8 @@ Knows: the order of the queues and the limits. Runs nothing and reads no clock. 
 
 * Every decoding sequence has a row in every step, so the gap between two tokens is bounded: one decode call and
   `Limits.step_tokens` of prefill.
-* Prefill runs in chunks that start on a page and end on one, but for the last of a prompt.
+* Prefill runs in chunks that start on a page (deterministic: at a multiple of the longest chunk) and end on one, but
+  for the last of a prompt.
 * Admission goes by rank (priority, then arrival) and counts pages. Who does not fit may be passed by those behind, at
   most MAX_BYPASS times; after that nobody behind is let in until it fits. So a huge request does not hold up a few tiny
   ones, and tiny ones cannot starve it. A lower priority waits as long as higher ones keep coming: that is its meaning.
@@ -90,7 +91,7 @@ def plan_chunks(state: State, step: Step, sequence: Sequence, budget: int) -> in
         left = sequence.prefill_end - sequence.planned
         count = min(left, budget, state.limits.chunk)
         if count < left:
-            count -= count % state.limits.page_size
+            count -= count % state.chunk_grain
         if count == 0:
             return 0
         plan_chunk(step, sequence, count)

@@ -23,8 +23,9 @@ class State:
     """Both queues stand in rank order: higher priority first, then arrival, then choice.
 
     `deterministic` keeps every key and value from depending on the neighbours: a sequence is admitted with a claim on
-    all the pages it can ever need, so that nothing is preempted and computed again by another executable; and only
-    pages of prompts are published, which prefill wrote.
+    all the pages it can ever need, so that nothing is preempted and computed again by another executable; only pages of
+    prompts are published, which prefill wrote; and chunks start at multiples of `Limits.chunk`, hits or not, for how
+    keys are summed depends on where the chunk starts.
     """
 
     def __init__(self, limits: Limits, *, prefix_cache: bool, deterministic: bool = False) -> None:
@@ -49,7 +50,13 @@ class State:
         """Published pages of its known tokens, all but the last: that one must run to give logits."""
         if not len(self.cache):
             return []
-        return self.cache.match(sequence.names((len(sequence.tokens) - 1) // self.limits.page_size))
+        hits = self.cache.match(sequence.names((len(sequence.tokens) - 1) // self.limits.page_size))
+        return hits[: len(hits) - len(hits) % (self.chunk_grain // self.limits.page_size)]
+
+    @property
+    def chunk_grain(self) -> int:
+        """Every chunk starts at a multiple of so many tokens."""
+        return self.limits.chunk if self.deterministic else self.limits.page_size
 
     @property
     def room(self) -> int:

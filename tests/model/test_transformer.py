@@ -1,7 +1,7 @@
 """The decoder against a second one in float64 numpy, switch by switch; whole = chunked = token by token."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -93,7 +93,7 @@ def make_step(config: ModelConfig, ops: PagedOps) -> Any:
     @jax.jit
     def step(params: Any, batch: TokenBatch, pages: Any) -> tuple[Any, jax.Array]:
         hidden, pages = model.apply({"params": params}, batch, pages, ops)
-        return pages, model.apply({"params": params}, hidden[0], method="logits")
+        return pages, model.apply({"params": params}, hidden[0], ops, method="logits")
 
     return step
 
@@ -172,9 +172,27 @@ def test_rows_do_not_see_each_other() -> None:
     batch = TokenBatch(*map(jnp.asarray, (tokens, positions, tables, np.array([21, 9, 0], np.int32))))
     hidden, _ = jax.jit(lambda *args: model.apply({"params": args[0]}, *args[1:], OPS))(params, batch, pages)
     assert np.isfinite(hidden).all()
-    logits = model.apply({"params": params}, hidden[jnp.array([0, 1]), jnp.array([20, 8])], method="logits")
+    logits = model.apply({"params": params}, hidden[jnp.array([0, 1]), jnp.array([20, 8])], OPS, method="logits")
     expected = [numpy_decoder.decode(TOKENS[:length], params, GEMMA3)[-1] for length in (21, 9)]
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["plain", "windows", "gemma3"])
+def test_asked_for_the_last_tokens_only_it_gives_the_same_states_and_the_same_pages(name: str) -> None:
+    """Two rows of different lengths: the last block works on one token each, and still stores every key and value."""
+    config, params = CONFIGS[name], random_params(CONFIGS[name])
+    model, lengths = Transformer(config, jnp.float32), np.array([21, 9], np.int32)
+    pages = (jnp.zeros((8, 2, 2, PAGE, config.head_dim)),) * config.layers
+    positions = np.arange(21, dtype=np.int32) * np.ones((2, 1), np.int32)
+    positions[1, 9:] = -1
+    tables = np.array([[5, 1, 6], [3, 0, 99]], np.int32)
+    batch = TokenBatch(*map(jnp.asarray, (np.array([TOKENS] * 2, np.int32), positions, tables, lengths)))
+    apply = jax.jit(lambda *args: model.apply({"params": params}, batch, pages, OPS, *args))
+    whole, stored = apply()
+    last, same = apply(jnp.asarray(lengths - 1))
+    assert last.shape == (2, 1, config.width)
+    np.testing.assert_allclose(last[:, 0], whole[np.arange(2), lengths - 1], rtol=1e-5, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), same, stored)
 
 
 def test_bfloat16_weights_keep_norms_and_logits_in_float32() -> None:
@@ -187,7 +205,7 @@ def test_bfloat16_weights_keep_norms_and_logits_in_float32() -> None:
     batch = TokenBatch(tokens, jnp.arange(8)[None], jnp.zeros((1, 1), jnp.int32), jnp.array([8]))
     hidden, pages = jax.jit(lambda *args: model.apply({"params": args[0]}, *args[1:], OPS))(params, batch, pages)
     assert hidden.dtype == pages[0].dtype == jnp.bfloat16
-    assert model.apply({"params": params}, hidden[0], method="logits").dtype == jnp.float32
+    assert model.apply({"params": params}, hidden[0], OPS, method="logits").dtype == jnp.float32
 
 
 def test_the_embedding_scale_is_rounded_to_the_weights_dtype() -> None:
@@ -236,9 +254,9 @@ def test_a_misshapen_parameter_is_named() -> None:
 def test_call_and_logits_take_the_shapes_they_declare() -> None:
     apply = jaxtyped(typechecker=beartype)(Transformer.logits)
     params, model = random_params(PLAIN), Transformer(PLAIN, jnp.float32)
-    assert model.apply({"params": params}, jnp.ones((3, 24)), method=apply).shape == (3, 61)
+    assert model.apply({"params": params}, jnp.ones((3, 24)), OPS, method=apply).shape == (3, 61)
     with pytest.raises(Exception, match="hidden"):
-        model.apply({"params": params}, jnp.ones((1, 3, 24)), method=apply)
+        model.apply({"params": params}, jnp.ones((1, 3, 24)), OPS, method=apply)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -250,7 +268,7 @@ def test_weights_are_neither_copied_nor_transposed_on_cpu(rows: int) -> None:
 
     def step(params: Any, pages: Any, batch: TokenBatch) -> tuple[Any, jax.Array]:
         hidden, pages = model.apply({"params": params}, batch, pages, OPS)
-        return pages, model.apply({"params": params}, hidden[:, 0], method="logits")
+        return pages, model.apply({"params": params}, hidden[:, 0], OPS, method="logits")
 
     one, table = jax.ShapeDtypeStruct((rows, 1), jnp.int32), jax.ShapeDtypeStruct((rows, 4), jnp.int32)
     batch = TokenBatch(one, one, table, jax.ShapeDtypeStruct((rows,), jnp.int32))

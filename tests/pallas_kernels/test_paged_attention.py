@@ -121,18 +121,25 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_query_is_bitwise_the_same_wherever_its_chunk_starts(window: int | None) -> None:
-    """As after a prefix hit. Keys meet a query in groups, and which keys are grouped must not depend on the chunk."""
-    shape = Shape(1, 304, 0, 1, 2, 16, 16, window=window)
-    case = make_case(shape, [304])
+@pytest.mark.parametrize("start", [0, 48, 53, 300], ids=["first", "on a page", "inside a page", "far"])
+def test_a_query_is_the_same_wherever_its_chunk_starts(start: int, window: int | None) -> None:
+    """As after a prefix hit: a chunk of two strips and a piece gives what all of the queries together give."""
+    shape = Shape(1, 600, 0, 1, 2, 16, 16, window=window)
+    case = make_case(shape, [600])
+    at = slice(start, start + 300)
+    part = case._replace(queries=case.queries[:, at], positions=case.positions[:, at], lengths=np.array([start + 300]))
+    expected = run(reference.paged_attention, case, shape)[:, at]
+    np.testing.assert_allclose(run(xla.paged_attention, part, shape), expected, rtol=1e-4, atol=1e-5)
 
-    def chunk(start: int) -> np.ndarray:
-        at = slice(start, start + 256)
-        length = np.array([start + 256], np.int32)
-        part = case._replace(queries=case.queries[:, at], positions=case.positions[:, at], lengths=length)
-        return run(xla.paged_attention, part, shape)[0]
 
-    np.testing.assert_array_equal(chunk(48)[:208], chunk(0)[48:])
+def test_a_chunk_is_bitwise_the_same_wherever_its_pages_lie() -> None:
+    shape = Shape(1, 256, 0, 1, 2, 16, 16)
+    one = make_case(shape, [512])
+    moved = np.random.default_rng(5).permutation(len(one.pages)).astype(np.int32)
+    pages = np.empty_like(one.pages)
+    pages[moved] = one.pages
+    other = one._replace(pages=pages, page_table=moved[np.clip(one.page_table, 0, len(moved) - 1)])
+    np.testing.assert_array_equal(run(xla.paged_attention, other, shape), run(xla.paged_attention, one, shape))
 
 
 def test_bfloat16_pages_are_met_in_float32() -> None:

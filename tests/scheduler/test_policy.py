@@ -205,6 +205,19 @@ def test_deterministic_never_preempts():
         assert_solo(collector, request)
 
 
+@pytest.mark.parametrize(("deterministic", "grain"), [(True, LIMITS.chunk), (False, LIMITS.page_size)])
+def test_chunks_start_at_multiples_of_a_grain_hits_or_not(deterministic, grain):
+    """Five prompts that share their first 13 tokens, each let in when the one before has published."""
+    runner, loop = make_loop(prefix_cache=True, deterministic=deterministic)
+    for seed in range(1, 6):
+        tokens = (*prompt(13), *prompt(4 * seed, salt=seed))
+        loop.add(runner.expect(make_request(str(seed), seed, tokens, params=SamplingParams(max_tokens=2))))
+        finish_all(loop)
+    starts = [chunk.start for plan in runner.plans for chunk in plan.prefills]
+    assert {start % grain for start in starts} == {0}
+    assert loop.stats().cached_tokens == 4 * (13 // grain * grain)
+
+
 def test_deterministic_publishes_the_pages_that_prefill_wrote_alone():
     for deterministic, pages in ((True, 1), (False, 3)):
         runner, loop = make_loop(prefix_cache=True, deterministic=deterministic)

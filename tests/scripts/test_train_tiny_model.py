@@ -56,7 +56,7 @@ def test_training_attends_as_serving_does(train):
     def both(params, batch, pool):
         model = Transformer(config, jnp.float32)
         hidden, _ = model.apply({"params": params}, batch, pool, PagedOps())
-        served = model.apply({"params": params}, hidden[0], method="logits")
+        served = model.apply({"params": params}, hidden[0], PagedOps(), method="logits")
         return served, train.whole_logits(config, params, batch.tokens)
 
     served, trained = both(params, batch, pool)

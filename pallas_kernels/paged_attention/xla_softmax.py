@@ -1,0 +1,83 @@
+"""An online softmax (arXiv 2205.14135) and the reading of pages, as XLA on CPU does them fast; x query heads a row.
+
+Products: a far smaller operand goes right, where XLA on CPU packs it anew at every call. Slices: one a page, put
+together, and no gather, which XLA on CPU copies number by number. Page numbers out of range are clamped.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels.arrays import Pages
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class Softmax(NamedTuple):
+    """So far: the highest score, the sum of weights, the weighted sum of values."""
+
+    peak: Float[Array, "i k x"]
+    total: Float[Array, "i k x"]
+    mixed: Float[Array, "i k x c"]
+
+
+def nothing_seen(queries: Float[Array, "i k x c"]) -> Softmax:
+    """Where a softmax begins."""
+    flat = jnp.zeros(queries.shape[:3])
+    return Softmax(flat + LOWEST, flat, jnp.zeros_like(queries))
+
+
+def meet(
+    queries: Float[Array, "i k x c"],
+    keys: Float[Array, "i k y c"],
+    values: Float[Array, "i k y c"],
+    seen: Bool[Array, "*i 1 #x y"],
+    softcap: float | None,
+) -> Softmax:
+    """The softmax over y keys alone. A query that sees none of them averages anything, at peak LOWEST."""
+    scores = _dot_keys(queries, keys)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen, scores, LOWEST)
+    peak = scores.max(axis=-1)
+    weights = jnp.exp(scores - peak[..., None])
+    return Softmax(peak, weights.sum(axis=-1), jnp.einsum("ikxy,ikyc->ikxc", weights, values))
+
+
+def _dot_keys(queries: Float[Array, "i k x c"], keys: Float[Array, "i k y c"]) -> Float[Array, "i k x y"]:
+    if 4 * queries.shape[2] <= keys.shape[2]:  # from here on it pays for turning the product around
+        return jnp.einsum("ikyc,ikxc->ikyx", keys, queries).swapaxes(2, 3)
+    return jnp.einsum("ikxc,ikyc->ikxy", queries, keys)
+
+
+def merge(one: Softmax, other: Softmax) -> Softmax:
+    """The softmax over the keys of both. What a query averaged while it saw nothing fades to 0."""
+    peak = jnp.maximum(one.peak, other.peak)
+    fade, wane = jnp.exp(one.peak - peak), jnp.exp(other.peak - peak)
+    mixed = one.mixed * fade[..., None] + other.mixed * wane[..., None]
+    return Softmax(peak, one.total * fade + other.total * wane, mixed)
+
+
+def average(state: Softmax) -> Float[Array, "i k x c"]:
+    """The weighted mean of the values; 0 where nothing was met."""
+    return state.mixed / jnp.where(state.total == 0, 1.0, state.total)[..., None]
+
+
+def read_page(pages: Pages, page: Int32[Array, ""], which: int) -> Float[Array, "1 k b c"]:
+    """Keys (which = 0) or values (1) of a page in float32."""
+    _, _, k, b, c = pages.shape
+    return jax.lax.dynamic_slice(pages, (page, which, 0, 0, 0), (1, 1, k, b, c))[0].astype(jnp.float32)
+
+
+def read_side_by_side(pages: Pages, owners: Int32[Array, "i m"], which: int) -> Float[Array, "i k y c"]:
+    """The m pages of each row, one behind the other under each head.
+
+    Written into place: put together along an inner axis they would be copied number by number.
+    """
+    _, _, k, b, c = pages.shape
+    room = jnp.zeros((owners.shape[0], k, owners.shape[1] * b, c))
+    for row, owned in enumerate(owners):
+        for place, page in enumerate(owned):
+            room = jax.lax.dynamic_update_slice(room, read_page(pages, page, which), (row, 0, place * b, 0))
+    return room
