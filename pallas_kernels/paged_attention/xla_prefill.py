@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
     page_table: PageTable
     start: Int32[Array, " s"]
     """Position of the first query."""
-    count: Int32[Array, " s"]
+    real: Int32[Array, " s"]
     """Queries that are no padding."""
 
 
@@ -73,14 +73,14 @@ def _read_own(chunk: Chunk, pages: Pages) -> tuple[Float[Array, "s k t c"], Floa
     """The chunk's own keys and values out of its pages, 0 where a token is padding."""
     page_size, tokens = pages.shape[3], chunk.queries.shape[3]
     page = (chunk.start // page_size)[:, None] + jnp.arange((tokens - 2) // page_size + 2)
-    owners = _owners(chunk.page_table, page, page * page_size < (chunk.start + chunk.count)[:, None])
-    real = (jnp.arange(tokens) < chunk.count[:, None])[:, None, :, None]
+    owners = _owners(chunk.page_table, page, page * page_size < (chunk.start + chunk.real)[:, None])
+    written = (jnp.arange(tokens) < chunk.real[:, None])[:, None, :, None]
 
     def read(which: int) -> Float[Array, "s k t c"]:
         room = read_side_by_side(pages, owners, which)
         offsets = zip(room, chunk.start % page_size, strict=True)
         own = jnp.stack([jax.lax.dynamic_slice_in_dim(row, offset, tokens, axis=1) for row, offset in offsets])
-        return jnp.where(real, own, 0.0)
+        return jnp.where(written, own, 0.0)
 
     return read(0), read(1)
 
