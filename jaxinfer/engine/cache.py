@@ -44,7 +44,7 @@ def free_bytes(mesh: Mesh) -> int:
 
 
 def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: Any, free: int) -> int:
-    """How many pages the pool gets: what is asked for or fits in `free` bytes, at most what all slots can fill.
+    """How many pages the pool gets: what is asked for or about what fits in `free` bytes, at most what all slots fill.
 
     Raises ConfigError where fewer than two pages (or one, where a context needs no more) fit.
     """
@@ -60,7 +60,14 @@ def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: A
             f"{size / 2**20:.2f} MiB ({cache.page_size} tokens); expected {min(2, per_sequence)} or more: free memory, "
             "raise cache.memory_fraction or lower cache.page_size"
         )
-    return min(fit, engine.slots * per_sequence)
+    return min(_steady(fit), engine.slots * per_sequence)
+
+
+def _steady(pages: int) -> int:
+    """`pages` rounded down to four binary digits, 12 % at most: the pool's size is in every executable's shape, and a
+    little more or less free memory at the next start must not mean that the compilation cache knows none of them.
+    """
+    return pages - pages % max(1, 2 ** (pages.bit_length() - 4))
 
 
 def make_pages(config: ModelConfig, pages: int, page_size: int, dtype: Any, mesh: Mesh) -> tuple[Pages, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
+from jaxinfer.engine.batches import SCALARS, Layout, pack_decodes, pack_prefill, padding
 from jaxinfer.engine.cache import free_bytes, pages_per_sequence, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
 from jaxinfer.engine.ops import PagedOps
@@ -110,12 +110,33 @@ class EngineRunner:
     # ---- compiling ---------------------------------------------------------------------------------------------------
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every executable that serving can need."""
+        """Compile every executable that serving can need, and run each once."""
         jobs = {("seat", 0): self._lower_seat}
         jobs |= {("prefill", t): lambda t=t: self._lower_prefill(t) for t in self._engine.prefill_buckets}
         jobs |= {("decode", s): lambda s=s: self._lower_decode(s) for s in self._engine.decode_buckets}
         self._steps = compile_all(jobs, progress)
+        for done, (kind, bucket) in enumerate(self._steps, 1):
+            self._run_on_nothing(kind, bucket)
+            if progress:
+                progress("first run", done, len(self._steps))
         self._warm_count = compile_counter().count
+
+    def _run_on_nothing(self, kind: str, bucket: int) -> None:
+        """Run an executable for nobody: the first run of each part of it is slow, and no request shall wait for that.
+
+        One token a row, behind a page of others, in a slot that is not there, over and over in page 0, which nobody
+        owns yet. What an owner of the page has not written itself is never read.
+        """
+        slot, start = self._limits.slots, min(self._limits.page_size, self._limits.context - 1)
+        if kind == "seat":
+            self._seat(Seat(slot, (), (), {}))
+        else:
+            layout = self._prefill_program(bucket).layout if kind == "prefill" else self._program.layout
+            rows = padding(layout, 1 if kind == "prefill" else bucket)
+            for name, value in {"slot": slot, "start": start, "count": 1, "samples": True}.items():
+                rows[:, SCALARS[name]] = value
+            self._state, _ = self._steps[kind, bucket](self._params, self._state, rows)
+        jax.block_until_ready(self._state)
 
     def _prefill_program(self, bucket: int) -> Program:
         return replace(self._program, layout=replace(self._program.layout, tokens=bucket))

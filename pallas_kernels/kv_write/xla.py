@@ -12,8 +12,12 @@ from pallas_kernels.arrays import NewKeys, Pages, PageTable, Positions
 from pallas_kernels.kv_write import reference
 
 
+@jax.jit
 def kv_write(pages: Pages, keys: NewKeys, values: NewKeys, page_table: PageTable, positions: Positions) -> Pages:
-    """As the reference, where a row's positions are consecutive and its padding (-1) comes last. DONATES pages."""
+    """As the reference, where a row's positions are consecutive and its padding (-1) comes last. DONATES pages.
+
+    Jitted, so that a model of many layers traces it once.
+    """
     if positions.shape[1] == 1:
         return reference.kv_write(pages, keys, values, page_table, positions)
     return _write_by_page(pages, keys, values, page_table, positions)

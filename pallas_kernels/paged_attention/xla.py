@@ -1,5 +1,8 @@
 """Paged attention in plain XLA: one query a row walks over its pages, a chunk of queries meets itself first."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries
@@ -7,6 +10,7 @@ from pallas_kernels.paged_attention.xla_decode import Rows, decode_attention
 from pallas_kernels.paged_attention.xla_prefill import prefill_attention
 
 
+@partial(jax.jit, static_argnames=("window", "scale", "softcap"))
 def paged_attention(
     queries: Queries,
     pages: Pages,
@@ -18,7 +22,10 @@ def paged_attention(
     scale: float,
     softcap: float | None,
 ) -> Queries:
-    """As the reference, where a row's positions are consecutive, end at its length, and its padding (-1) comes last."""
+    """As the reference, where a row's positions are consecutive, end at its length, and its padding (-1) comes last.
+
+    Jitted, so that a model of many layers traces it once.
+    """
     scaled = queries.astype(jnp.float32) * scale
     if positions.shape[1] == 1:
         rows = Rows(scaled[:, 0], page_table, positions[:, 0], lengths)

@@ -45,6 +45,13 @@ def test_pages_are_what_fits_up_to_what_the_slots_can_fill(free, pages):
     assert pool_pages(MODEL, ENGINE, 128, "float32", free) == pages
 
 
+def test_a_little_more_or_less_free_memory_gives_the_same_pool():
+    """Its size is a shape of every executable: else each start would compile all of them anew."""
+    large = replace(ENGINE, slots=4_000)
+    sizes = {pool_pages(MODEL, large, 128, "float32", int(2 * PAGE * pages)) for pages in range(1_580, 1_640)}
+    assert sizes == {1_536}
+
+
 def test_pages_asked_for_are_given_whatever_is_free():
     asked = replace(ENGINE, cache=CacheConfig(page_size=8, pages=7))
     assert pool_pages(MODEL, asked, 128, "float32", 0) == 7

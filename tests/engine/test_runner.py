@@ -220,6 +220,17 @@ def test_every_step_donates_the_whole_state(runner):
         assert all(leaf.is_deleted() for leaf in leaves)
 
 
+def test_warm_up_runs_everything_and_leaves_no_trace_outside_page_0():
+    """Each executable's first run is behind it, its walk over earlier pages included, and every slot is as new."""
+    runner = make_runner(EngineConfig(slots=2, chunk=16, cache=CacheConfig(page_size=8)))
+    written = [np.asarray(pages).any(axis=(2, 4)) for pages in runner._state.pages]  # [n, 2, b]
+    for pages in written:
+        assert pages[0, :, 0].all()  # the one token after a page of others
+        assert not pages[0, :, 1:].any()
+        assert not pages[1:].any()
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(runner._state._replace(pages=())))
+
+
 def test_serving_compiles_nothing():
     """Over every bucket and every kind of row, alone and mixed."""
     runner = make_runner(EngineConfig(slots=3, chunk=32, cache=CacheConfig(page_size=8)))
