@@ -20,6 +20,7 @@ def script() -> Callable[[str], ModuleType]:
             spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
             assert spec is not None
             assert spec.loader is not None
+            sys.path[:] = dict.fromkeys([*sys.path, str(SCRIPTS)])  # scripts find one another, as when they are run
             sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
         return sys.modules[name]

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 
 @pytest.fixture(scope="module")
-def peers(script):
+def bench(script):
     return script("bench_peers")
 
 
@@ -27,39 +27,39 @@ class FakeSide:
         return self.seconds if method == "decode" else (self.seconds[0], self.first)
 
 
-def test_a_row_is_the_ratio_of_medians(peers):
-    case = peers.Case("decode", 2, 4, 3, 1.0)
+def test_a_row_is_the_ratio_of_medians(bench):
+    case = bench.Case("decode", 2, 4, 3, 1.0)
     ours, theirs = FakeSide([0.1, 9.0, 0.1], 5), FakeSide([0.3, 0.2, 0.2], 5)
-    row = peers.measure(case, (ours, theirs), 2, tqdm(disable=True))
+    row = bench.measure(case, (ours, theirs), 2, tqdm(disable=True))
     assert row.ratio == pytest.approx(2.0)
     assert row.same_first_token
     assert [call[0] for call in ours.calls] == ["fill", "decode", "decode"]
     assert ours.calls == theirs.calls
 
 
-def test_prefill_sends_a_new_prompt_every_turn_and_the_same_to_both(peers):
-    case = peers.Case("prefill", 1, 16, 0, 1.0)
+def test_prefill_sends_a_new_prompt_every_turn_and_the_same_to_both(bench):
+    case = bench.Case("prefill", 1, 16, 0, 1.0)
     ours, theirs = FakeSide([0.1], 5), FakeSide([0.4], 6)
-    row = peers.measure(case, (ours, theirs), 3, tqdm(disable=True))
+    row = bench.measure(case, (ours, theirs), 3, tqdm(disable=True))
     assert row.ratio == pytest.approx(4.0)
     assert not row.same_first_token
     assert ours.calls == theirs.calls
     assert len({tuple(prompt) for _, prompt in ours.calls}) == 3
 
 
-def test_the_table_counts_tokens_not_steps(peers):
-    case = peers.Case("decode, 8 streams", 8, 128, 4, 1.5)
-    text = peers.table([peers.Row(case, 0.1, 0.2, same_first_token=True)])
+def test_the_table_counts_tokens_not_steps(bench):
+    case = bench.Case("decode, 8 streams", 8, 128, 4, 1.5)
+    text = bench.table([bench.Row(case, 0.1, 0.2, same_first_token=True)])
     assert "| decode, 8 streams | 100.0 ms | 80 tok/s | 200.0 ms | 40 tok/s | **2.00** | 1.5 |" in text
     assert "equal in 1 of 1 rows" in text
-    prefill = peers.table([peers.Row(replace(case, rows=1, context=512, steps=0), 0.5, 1.0, same_first_token=False)])
+    prefill = bench.table([bench.Row(replace(case, rows=1, context=512, steps=0), 0.5, 1.0, same_first_token=False)])
     assert "500.0 ms | 1,024 tok/s" in prefill
     assert "equal in 0 of 1 rows" in prefill
 
 
-def test_our_side_serves_through_the_loop(peers, tiny_path: Path):
+def test_our_side_serves_through_the_loop(script, tiny_path: Path):
     """First tokens are those of the recital; each decode turn times its steps; a new fill replaces the old one."""
-    ours = peers.Ours(str(tiny_path), slots=2)
+    ours = script("peers").Ours(str(tiny_path), slots=2)
     loop, tokenizer = ours._assembly.loop, ours._assembly.tokenizer
     text = (tiny_path.parent / "text.txt").read_text().strip()
     ids = tokenizer.encode(text)
