@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BadSamplingParam(f"{name} is {value!r}; expected a whole number from {low} to {high}")
+        raise BadSamplingParam(f"{name} is {value!r:.80}; expected a whole number from {low} to {high}")
 
 
 def _is_few(values: object, most: int) -> bool:
@@ -45,7 +45,7 @@ def _check_float(name: str, value: object, low: float, high: float, *, open_low:
         or (open_low and value == low)
     ):
         bracket = "above" if open_low else "from"
-        raise BadSamplingParam(f"{name} is {value!r}; expected a number {bracket} {low} to {high}")
+        raise BadSamplingParam(f"{name} is {value!r:.80}; expected a number {bracket} {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from tqdm import tqdm
 
-from jaxinfer.batch.journal import Journal, Pipe, Sink
+from jaxinfer.batch.journal import Journal, Pipe, Sink, begun_by_path
 from jaxinfer.batch.lines import Ask, parse_line, read_lines
 from jaxinfer.batch.records import Record, answer, breakdown, refusal
 from jaxinfer.errors import EngineFault, RequestError
@@ -51,9 +51,8 @@ def run_file(
     The model, named `ref`, is loaded only where lines are left. Raises RequestError where `source` cannot be read, or
     `target` belongs to another job or another process.
     """
-    if target.exists() and source.exists() and source.samefile(target):
-        raise RequestError(f"{source} is both input and output; choose another output")
     with _open(source) as file:
+        _check_apart(source, target)
         sink = Journal.open(target, fingerprint(file, ref, defaults), overwrite=overwrite)
         with closing(sink):
             total = count_lines(file)
@@ -77,10 +76,28 @@ def run_pipe(
     if target.exists() and not overwrite:
         raise RequestError(f"{target} exists, and a job that reads a pipe cannot go on; --overwrite it")
     with ExitStack() as files:
-        file = sys.stdin.buffer if str(source) == "-" else files.enter_context(_open(source))
-        llm = load()
-        out = sys.stdout.buffer if str(target) == "-" else files.enter_context(target.open("wb"))
+        file = _standard(sys.stdin, "input") if str(source) == "-" else files.enter_context(_open(source))
+        if str(target) == "-":
+            out, llm = _standard(sys.stdout, "output"), load()
+        else:
+            _check_apart(Path("/dev/stdin") if str(source) == "-" else source, target)
+            llm = load()
+            begun_by_path(target).unlink(missing_ok=True)  # no later job may take these records for its own
+            out = files.enter_context(target.open("wb"))
         return run(llm, file, Pipe(out), defaults, names={ref, Path(ref).stem}, progress=progress)
+
+
+def _standard(stream: TextIO | None, name: str) -> BinaryIO:
+    if stream is None:  # as after `<&-` in a shell
+        raise RequestError(f"standard {name} is closed; expected it open, or a file instead of -")
+    return stream.buffer  # pyright: ignore[reportReturnType]
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    """Raises RequestError where writing `target`, or what remembers its job, would destroy the input."""
+    for path in (target, begun_by_path(target)):
+        if path.exists() and path.samefile(source):
+            raise RequestError(f"{path} is both input and written by this job; choose another output")
 
 
 def _open(source: Path) -> BinaryIO:

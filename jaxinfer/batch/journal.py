@@ -74,7 +74,11 @@ class Journal:
 
         Raises RequestError where the file belongs to another job, to none, or to a process that is running.
         """
-        begun_by = path.with_name(path.name + ".job")
+        if path.exists() and not path.is_file():
+            raise RequestError(
+                f"{path} is no regular file, so a job cannot go on in it; choose a file, or - for a pipe"
+            )
+        begun_by = begun_by_path(path)
         file = open(path, "ab+", buffering=0)  # noqa: SIM115 (the journal closes it)
         try:
             _lock(file, path)
@@ -103,6 +107,11 @@ class Journal:
         self._file.close()
 
 
+def begun_by_path(path: Path) -> Path:
+    """Where the journal of `path` remembers what began it."""
+    return path.with_name(path.name + ".job")
+
+
 def _lock(file: BinaryIO, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +127,9 @@ def _check_same_job(path: Path, begun_by: Path, job: Mapping[str, Any]) -> None:
         raise RequestError(f"{path} exists and no batch job of ours began it; {advice}")
     try:
         before = json.loads(begun_by.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
+        before = None
+    if not isinstance(before, dict):
         raise RequestError(f"{begun_by} is damaged, so the job cannot go on; {advice}") from None
     changed = [name for name in job if before.get(name) != job[name]]
     if changed:
@@ -156,6 +167,6 @@ def _whole_record(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError:  # a power cut can leave blocks of zeros behind
+    except (ValueError, RecursionError):  # a power cut can leave blocks of zeros behind
         return None
     return record if isinstance(record, dict) else None

@@ -5,6 +5,7 @@ field is refused by name. Does not know the model: ids and lengths are checked w
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # a client of a server formats records too, and needs no JAX 
     from jaxinfer.assembly import Prompt
 
 MAX_LINE_BYTES = 16 * 2**20
+MAX_NESTING = 32  # of lists and objects; no field needs more than 5, and Python's own walks end in a crash at 1000
 BOM = b"\xef\xbb\xbf"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
@@ -87,18 +89,46 @@ def _json_object(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_LINE_BYTES:
         raise RequestError(f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:
-        record = json.loads(data.decode(), parse_constant=_refuse_constant)
+        record = json.loads(
+            data.decode(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_no_name_twice
+        )
     except UnicodeDecodeError as error:
         raise RequestError(f"the line is no UTF-8: byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the line is no JSON: {error}") from None
     if not isinstance(record, dict):
         raise RequestError(f"the line is a JSON {type(record).__name__}; expected an object")
+    if _nests_deeper(record, MAX_NESTING):
+        raise RequestError(f"the line nests lists and objects more than {MAX_NESTING} deep")
     return record
+
+
+def _nests_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        parts = (part for whole in level for part in (whole.values() if isinstance(whole, dict) else whole))
+        level = [part for part in parts if isinstance(part, dict | list)]
+    return bool(level)
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    """A number too large for a float would be infinity, and an id echoed as `Infinity`, which is no JSON."""
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits:.40} is too large a number")
+    return number
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"{twice!r:.80} is given twice; expected each field once")
+    return record
 
 
 def _plain(record: dict[str, Any], blank: Ask, defaults: SamplingParams, is_model: Callable[[str], bool]) -> Ask:

@@ -108,6 +108,57 @@ def test_input_and_output_may_not_be_one_file(job, llm):
     assert job.source.read_bytes() == before
 
 
+@pytest.mark.parametrize("answer", [run_file, run_pipe])
+def test_the_input_may_not_be_what_remembers_the_job(job, tmp_path, answer):
+    source = tmp_path / "answers.job"
+    source.write_bytes(before := job.source.read_bytes())
+    with pytest.raises(RequestError, match="both"):
+        answer(not_loaded, "tiny", source, tmp_path / "answers", DEFAULTS, overwrite=True, progress=False)
+    assert source.read_bytes() == before
+
+
+def test_a_pipe_never_goes_over_its_own_input(tiny_path, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "bell"}\n')
+    command = [sys.executable, "-m", "jaxinfer", "batch", "-", str(source), "--overwrite", "-m", str(tiny_path)]
+    with source.open("rb") as stdin:
+        ended = subprocess.run(command, stdin=stdin, capture_output=True, timeout=300, check=False)
+    assert ended.returncode == 2
+    assert b"both" in ended.stderr
+    assert source.read_text() == '{"prompt": "bell"}\n'
+
+
+@pytest.mark.parametrize("device", ["/dev/full", "/dev/null"])
+def test_an_output_that_is_no_file_is_refused(job, device):
+    with pytest.raises(RequestError, match="no regular file"):
+        run_file(not_loaded, "tiny", job.source, Path(device), DEFAULTS, overwrite=False, progress=False)
+    assert not Path(f"{device}.job").exists()
+
+
+@pytest.mark.parametrize("memory", [b"[]", b"3", b"null", b"{", b"\xff", b"[" * 100_000], ids=range(6))
+def test_a_damaged_memory_of_the_job_is_refused(job, memory):
+    job()
+    job.target.with_name(job.target.name + ".job").write_bytes(memory)
+    with pytest.raises(RequestError, match="damaged"):
+        job(not_loaded)
+
+
+def test_what_a_pipe_wrote_is_never_gone_on_from(job, llm, monkeypatch):
+    job()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "bell"}\n' * 5)))
+    run_pipe(lambda: llm, "tiny", Path("-"), job.target, DEFAULTS, overwrite=True, progress=False)
+    with pytest.raises(RequestError, match="exists"):
+        job(not_loaded)
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout"])
+def test_a_closed_standard_stream_is_refused(monkeypatch, name):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    monkeypatch.setattr(sys, name, None)
+    with pytest.raises(RequestError, match="closed"):
+        run_pipe(not_loaded, "tiny", Path("-"), Path("-"), DEFAULTS, overwrite=False, progress=False)
+
+
 def test_a_missing_input_is_refused(tmp_path):
     with pytest.raises(RequestError, match="cannot be read"):
         run_file(not_loaded, "t", tmp_path / "no", tmp_path / "out", DEFAULTS, overwrite=False, progress=False)
