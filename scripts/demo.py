@@ -74,6 +74,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 64,
 ) -> None:
     """Serve a model, stream one greedy answer over gRPC, stop."""
+    print("starting a server; the first time it compiles, which can take a minute or two", flush=True)
     start = time.monotonic()
     with serving(model) as target:
         print(f"ready after {time.monotonic() - start:.1f} s")

@@ -19,7 +19,7 @@ def command(
     ref: RefArgument = DEMO,
     *,
     streams: Annotated[
-        list[int] | None, typer.Option(help="Streams at once; may be repeated.  [default: 1, 8, 32]")
+        list[int] | None, typer.Option(metavar="N", help="Streams at once; may be repeated.  [default: 1, 8, 32]")
     ] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt, drawn at random.")] = 128,
     output: Annotated[int, typer.Option(help="Tokens of each output; 2 or more.")] = 64,
