@@ -133,9 +133,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The page pool: `pages` of them where given, else what `memory_fraction` of the free memory holds.
-
-    On CPU, free memory is the host's; elsewhere the device's, after the weights.
+    """The page pool: `pages` of them where given, else what `memory_fraction` of the memory holds: on CPU of
+    the host's, elsewhere of what the weights leave on the device.
     """
 
     page_size: int = 64

@@ -125,7 +125,7 @@ def engine_config(
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache.")] = _E.cache.page_size,
     pages: Annotated[int | None, typer.Option(help="Pages in the pool; unset, by --memory-fraction.")] = None,
     memory_fraction: Annotated[
-        float, typer.Option(help="Share of the free memory that the pool takes.")
+        float, typer.Option(help="Share of the memory that the pool takes.")
     ] = _E.cache.memory_fraction,
     tensor: Annotated[int, typer.Option(help="Devices that share the model.")] = _E.mesh.tensor,
 ) -> EngineConfig:

@@ -1,6 +1,6 @@
 """The page pool: its size in pages and bytes, and its arrays.
 
-Knows: bytes of a page, how much memory is free, how many pages are worth having. Does not know who owns a page: the
+Knows: bytes of a page, how much memory there is, how many pages are worth having. Does not know who owns a page: the
 scheduler does.
 """
 
@@ -29,22 +29,25 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
     return numbers * np.dtype(jnp.dtype(dtype)).itemsize
 
 
-def free_bytes(mesh: Mesh) -> int:
-    """Bytes free for the pool: the host's available memory on CPU, else all the mesh's devices' together.
+def pool_bytes(mesh: Mesh, fraction: float) -> int:
+    """Bytes for the pool, over all the mesh's devices: `fraction` of the host's memory on CPU, else of what is free.
 
+    The host's whole memory counts, so that each start gets the same pool, unless so much is not free: then what is.
     Raises ConfigError where an accelerator does not report its memory.
     """
     devices = list(mesh.devices.flat)
     if devices[0].platform == "cpu":
-        return psutil.virtual_memory().available
+        host = psutil.virtual_memory()
+        share = int(host.total * fraction)
+        return share if share <= host.available else int(host.available * fraction)
     stats = [device.memory_stats() for device in devices]
     if not all(stats):
         raise ConfigError(f"{devices[0].device_kind} does not report its memory; set cache.pages")
-    return len(devices) * min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
+    return int(len(devices) * min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats) * fraction)
 
 
-def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: Any, free: int) -> int:
-    """How many pages the pool gets: what is asked for or about what fits in `free` bytes, at most what all slots fill.
+def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: Any, room: int) -> int:
+    """How many pages the pool gets: what is asked for or about what fits in `room` bytes, at most what all slots fill.
 
     Raises ConfigError where fewer than two pages (or one, where a context needs no more) fit.
     """
@@ -53,10 +56,10 @@ def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: A
     if cache.pages is not None:
         return min(cache.pages, engine.slots * per_sequence)
     size = page_bytes(config, cache.page_size, dtype)
-    fit = int(free * cache.memory_fraction) // size
+    fit = room // size
     if fit < min(2, per_sequence):
         raise ConfigError(
-            f"memory_fraction {cache.memory_fraction} of {free / 2**20:.1f} MiB free holds {fit} pages of "
+            f"memory_fraction {cache.memory_fraction} is {room / 2**20:.1f} MiB and holds {fit} pages of "
             f"{size / 2**20:.2f} MiB ({cache.page_size} tokens); expected {min(2, per_sequence)} or more: free memory, "
             "raise cache.memory_fraction or lower cache.page_size"
         )
@@ -65,7 +68,7 @@ def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: A
 
 def _steady(pages: int) -> int:
     """`pages` rounded down to four binary digits, 12 % at most: the pool's size is in every executable's shape, and a
-    little more or less free memory at the next start must not mean that the compilation cache knows none of them.
+    little more or less memory at the next start must not mean that the compilation cache knows none of them.
     """
     return pages - pages % max(1, 2 ** (pages.bit_length() - 4))
 

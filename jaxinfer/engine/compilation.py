@@ -55,6 +55,8 @@ def compile_all(jobs: Mapping[Any, Callable[[], jax.stages.Lowered]], progress: 
     On threads: lowering is Python and takes its turn, but XLA compiles without the interpreter lock.
     """
     done: dict[Any, Any] = {}
+    if progress:
+        progress("compile", 0, len(jobs))
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         futures = {pool.submit(lambda lower: lower().compile(), lower): key for key, lower in jobs.items()}
         for future in as_completed(futures):

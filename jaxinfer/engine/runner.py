@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batches import SCALARS, Layout, pack_decodes, pack_prefill, padding
-from jaxinfer.engine.cache import free_bytes, pages_per_sequence, pool_pages
+from jaxinfer.engine.cache import pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sharding import make_mesh, param_shardings, replicated
@@ -74,7 +74,7 @@ class EngineRunner:
         params = jax.device_put(params, param_shardings(config, mesh))
         limits = Limits(
             slots=engine.slots,
-            pages=pool_pages(config, engine, context, dtype, free_bytes(mesh)),
+            pages=pool_pages(config, engine, context, dtype, pool_bytes(mesh, engine.cache.memory_fraction)),
             page_size=engine.cache.page_size,
             context=context,
             chunk=engine.chunk,

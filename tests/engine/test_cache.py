@@ -1,12 +1,13 @@
 """The size of the page pool."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 from jaxinfer.config import CacheConfig, EngineConfig, MeshConfig
-from jaxinfer.engine.cache import free_bytes, make_pages, page_bytes, pages_per_sequence, pool_pages
+from jaxinfer.engine.cache import make_pages, page_bytes, pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.sharding import make_mesh, pages_sharding
 from jaxinfer.errors import ConfigError
 
@@ -38,17 +39,17 @@ def test_a_table_covers_the_context():
 
 
 @pytest.mark.parametrize(
-    ("free", "pages"),
-    [(4 * PAGE, 2), (20 * PAGE, 10), (20 * PAGE - 1, 9), (128 * PAGE, 64), (10_000 * PAGE, 64)],
+    ("room", "pages"),
+    [(2 * PAGE, 2), (10 * PAGE, 10), (10 * PAGE - 1, 9), (64 * PAGE, 64), (5_000 * PAGE, 64)],
 )
-def test_pages_are_what_fits_up_to_what_the_slots_can_fill(free, pages):
-    assert pool_pages(MODEL, ENGINE, 128, "float32", free) == pages
+def test_pages_are_what_fits_up_to_what_the_slots_can_fill(room, pages):
+    assert pool_pages(MODEL, ENGINE, 128, "float32", room) == pages
 
 
-def test_a_little_more_or_less_free_memory_gives_the_same_pool():
+def test_a_little_more_or_less_memory_gives_the_same_pool():
     """Its size is a shape of every executable: else each start would compile all of them anew."""
     large = replace(ENGINE, slots=4_000)
-    sizes = {pool_pages(MODEL, large, 128, "float32", int(2 * PAGE * pages)) for pages in range(1_580, 1_640)}
+    sizes = {pool_pages(MODEL, large, 128, "float32", PAGE * pages) for pages in range(1_580, 1_640)}
     assert sizes == {1_536}
 
 
@@ -60,10 +61,13 @@ def test_pages_asked_for_are_given_whatever_is_free():
 
 
 def test_too_little_memory_is_refused_with_the_numbers():
-    with pytest.raises(ConfigError, match=r"memory_fraction 0.5 of .* MiB free holds 1 pages .* expected 2 or more"):
-        pool_pages(MODEL, ENGINE, 128, "float32", 3 * PAGE)
-    assert pool_pages(MODEL, ENGINE, 8, "float32", 3 * PAGE) == 1  # a context of one page needs no second
+    with pytest.raises(ConfigError, match=r"memory_fraction 0.5 is .* MiB and holds 1 pages .* expected 2 or more"):
+        pool_pages(MODEL, ENGINE, 128, "float32", PAGE + 1)
+    assert pool_pages(MODEL, ENGINE, 8, "float32", PAGE + 1) == 1  # a context of one page needs no second
 
 
-def test_free_memory_is_the_hosts_on_cpu():
-    assert 0 < free_bytes(make_mesh(MeshConfig())) < 2**50
+@pytest.mark.parametrize(("available", "expected"), [(900, 200), (200, 200), (199, 39)])
+def test_the_pool_is_a_share_of_the_hosts_memory_whatever_else_runs(monkeypatch, available, expected):
+    """On CPU. Where the share is not free any more, it is a share of what is."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1_000, available=available))
+    assert pool_bytes(make_mesh(MeshConfig()), 0.2) == expected
