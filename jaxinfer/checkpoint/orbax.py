@@ -117,13 +117,15 @@ def _restore(
     if progress:
         progress(STAGE, 0, 1)
     with ocp.StandardCheckpointer() as checkpointer:
-        # Orbax and TensorStore raise these for whatever is missing or damaged; they say nothing of which it is.
+        # Orbax and TensorStore raise anything for what is missing or damaged, a plain Exception for a file of weights.
         try:
             stored = flatten(checkpointer.metadata(path).item_metadata.tree)
             wanted = _targets(config, dtype, shardings, {"/".join(name): leaf.shape for name, leaf in stored.items()})
             params = checkpointer.restore(path, wanted)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path.name} cannot be restored by Orbax: {error}") from error
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{path.name} cannot be restored by Orbax: {error!s:.300}") from error
     if progress:
         progress(STAGE, 1, 1)
     return params

@@ -75,7 +75,7 @@ class Server:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Bind and answer health checks with NOT_SERVING; returns the port. Raises ConfigError where it is taken."""
+        """Bind and answer health checks with NOT_SERVING; returns the port. Raises ConfigError where it cannot."""
         self._server = grpc.aio.server(interceptors=(DamageInterceptor(),), options=_channel_options(self.options))
         rpc.add_InferenceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,7 +85,9 @@ class Server:
         try:
             port = self._server.add_insecure_port(place)
         except RuntimeError:
-            raise ConfigError(f"cannot listen on {place}; is another server there?") from None
+            raise ConfigError(
+                f"cannot listen on {place}: the port is taken, or no address of this machine is called so"
+            ) from None
         await self._server.start()
         return port
 

@@ -1,6 +1,8 @@
 """Our own directories: what was saved comes back, bit for bit, where it is wanted; damage is named."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,32 @@ def test_a_trained_model_is_saved_with_its_tokenizer_file(source: Checkpoint, tm
     found = load(str(tmp_path / "out"), dtype="float32")
     assert (found.name, found.config, found.eos_ids) == ("trained", source.config, source.tokenizer.eos_ids)
     jax.tree.map(np.testing.assert_array_equal, found.params, source.params)
+
+
+LOADING = """
+import sys
+from jaxinfer.checkpoint.load import load
+from jaxinfer.errors import CheckpointError
+try:
+    load(sys.argv[1], dtype="float32")
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [("ocdbt.process_0/d/*", None), ("ocdbt.process_0/d/*", b""), ("array_metadatas/*", b"[" * 100_000)],
+    ids=["missing", "empty", "nested"],
+)
+def test_a_damaged_file_of_weights(saved: Path, pattern: str, damage: bytes | None):
+    path = max((saved / "params").glob(pattern), key=lambda path: path.stat().st_size)
+    path.unlink() if damage is None else path.write_bytes(damage)
+    # A process of its own: Orbax leaves coroutines behind, whose warnings would fall on another test.
+    ended = subprocess.run([sys.executable, "-c", LOADING, str(saved)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("params cannot be restored by Orbax: ")
+    assert len(ended.stdout) < 400
 
 
 def edit(path: Path, change: dict[str, Any]) -> None:

@@ -166,6 +166,11 @@ def test_a_port_that_is_taken_is_said():
             serve(lambda: None, options=ServeOptions(port=port), say=lambda line: None)
 
 
+def test_a_host_that_is_not_here_is_said():
+    with pytest.raises(ConfigError, match=r"cannot listen on nowhere\.invalid:0: .*no address of this machine"):
+        serve(lambda: None, options=ServeOptions(host="nowhere.invalid", port=0), say=lambda line: None)
+
+
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_an_ipv6_host_is_spelled_either_way(host):
     assert address(host, 5) == "[::1]:5"
