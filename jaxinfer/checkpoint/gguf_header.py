@@ -103,6 +103,8 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(data))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.name}: {error}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be read as a GGUF file: {error}") from error
 

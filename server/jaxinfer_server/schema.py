@@ -93,7 +93,7 @@ def capabilities() -> list[pb.Capability]:
     """Every field of GenerateRequest that is honoured (all of them), with default and bounds."""
     found = [
         pb.Capability(field="request_id", maximum=MAX_REQUEST_ID),
-        pb.Capability(field="text", minimum=1),
+        pb.Capability(field="text"),
         pb.Capability(field="token_ids", minimum=1),
         pb.Capability(field="chat", minimum=1, maximum=MAX_MESSAGES),
         pb.Capability(field="cache_salt", maximum=MAX_SALT, default_json='""'),

@@ -43,8 +43,9 @@ def refused(tmp_path: Path, raw: bytes, match: str) -> None:
     path = tmp_path / "hostile.gguf"
     path.write_bytes(raw)
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match=match):
+    with pytest.raises(CheckpointError, match=match) as refusal:
         read_header(path)
+    assert "hostile.gguf" in str(refusal.value)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 500_000 + 20 * len(raw)
