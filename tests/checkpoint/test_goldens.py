@@ -28,7 +28,7 @@ def logits_of(path: Path, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
     @jax.jit
     def step(params, batch: TokenBatch, pages):
         hidden, pages = model.apply({"params": params}, batch, pages, ops)
-        return model.apply({"params": params}, hidden[0], method="logits"), pages
+        return model.apply({"params": params}, hidden[0], ops, method="logits"), pages
 
     for size in chunks:
         positions = jnp.arange(start, start + size, dtype=jnp.int32)[None]
