@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.engine.batches import SCALARS, Layout, pack_decodes, pack_prefill, padding
+from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
 from jaxinfer.engine.cache import pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
 from jaxinfer.engine.ops import PagedOps
@@ -24,7 +24,7 @@ from jaxinfer.engine.steps import Program, decode_step, prefill_step, seat_step
 from jaxinfer.errors import ConfigError, EngineFault
 from jaxinfer.model.transformer import Transformer
 from jaxinfer.plan import DecodeRow, Limits, PrefillChunk, RowParams, Seat, StepPlan, StepTokens
-from jaxinfer.request import MAX_LOGPROBS, SampledToken
+from jaxinfer.request import MAX_LOGPROBS, SampledToken, SamplingParams
 
 
 def engine_dtype(engine: EngineConfig) -> str:
@@ -128,14 +128,14 @@ class EngineRunner:
         owns yet. What an owner of the page has not written itself is never read.
         """
         slot, start = self._limits.slots, min(self._limits.page_size, self._limits.context - 1)
+        pages = (0,) * (start // self._limits.page_size + 1)
+        how = RowParams(SamplingParams(temperature=0.0), seed=0, choice=0, stop_ids=frozenset(), ban_stops=False)
         if kind == "seat":
             self._seat(Seat(slot, (), (), {}))
+        elif kind == "decode":
+            self._decode([DecodeRow(slot, start, pages, how)] * bucket)
         else:
-            layout = self._prefill_program(bucket).layout if kind == "prefill" else self._program.layout
-            rows = padding(layout, 1 if kind == "prefill" else bucket)
-            for name, value in {"slot": slot, "start": start, "count": 1, "samples": True}.items():
-                rows[:, SCALARS[name]] = value
-            self._state, _ = self._steps[kind, bucket](self._params, self._state, rows)
+            self._prefill(PrefillChunk(slot, (0,), start, pages, True, how), bucket)
         jax.block_until_ready(self._state)
 
     def _prefill_program(self, bucket: int) -> Program:
@@ -187,8 +187,8 @@ class EngineRunner:
         slot = np.array(seat.slot, np.int32)
         self._state = self._step("seat", 0)(self._state, slot, history_row(seat, self._limits.vocab_size))
 
-    def _prefill(self, chunk: PrefillChunk) -> jax.Array:
-        bucket = _bucket(self._engine.prefill_buckets, len(chunk.tokens), "prompt tokens in a chunk")
+    def _prefill(self, chunk: PrefillChunk, bucket: int | None = None) -> jax.Array:
+        bucket = bucket or _bucket(self._engine.prefill_buckets, len(chunk.tokens), "prompt tokens in a chunk")
         packed = pack_prefill(chunk, self._prefill_program(bucket).layout)
         self._state, output = self._step("prefill", bucket)(self._params, self._state, packed)
         return output

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.arrays import Pages
-from pallas_kernels.paged_attention.xla_softmax import Softmax, average, meet, merge, nothing_seen, read_page
+from pallas_kernels.paged_attention.xla_pages import page_owners, read_page, silence
+from pallas_kernels.paged_attention.xla_softmax import Softmax, average, meet, merge, nothing_seen
 
 ROWS = 4
 """Rows attended together."""
@@ -76,22 +77,8 @@ def _attend(rows: Rows, pages: Pages, window: int | None, softcap: float | None)
         page = first + index
         key = page[:, None] * page_size + jnp.arange(page_size)
         seen = (key >= begin[:, None]) & (key < end[:, None])
-        owners = _owners(rows.page_table, page, page * page_size < end)
+        owners = page_owners(rows.page_table, page[:, None], (page * page_size < end)[:, None])[:, 0]
         keys, values = (jnp.concatenate([read_page(pages, owner, which) for owner in owners]) for which in (0, 1))
-        return merge(state, meet(rows.queries, keys, _silence(values, seen), seen[:, None, None], softcap))
+        return merge(state, meet(rows.queries, keys, silence(values, seen), seen[:, None, None], softcap))
 
     return average(jax.lax.fori_loop(0, turns, turn, nothing_seen(rows.queries)))
-
-
-def _owners(table: Int32[Array, "i p"], page: Int32[Array, " i"], owned: Bool[Array, " i"]) -> Int32[Array, " i"]:
-    """Each row's entry of its table, and page 0 where the row is at its end."""
-    listed = jnp.take_along_axis(table, jnp.minimum(page, table.shape[1] - 1)[:, None], axis=1)[:, 0]
-    return jnp.where(owned, listed, 0)
-
-
-def _silence(values: Float[Array, "i k b c"], seen: Bool[Array, "i b"]) -> Float[Array, "i k b c"]:
-    """0 for the values that nobody sees: a weight of 0 does not silence a NaN in a slot that was never written.
-
-    Keys need no such care: their scores are masked after the product.
-    """
-    return jnp.where(seen[:, None, :, None], values, 0.0)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions
-from pallas_kernels.paged_attention.xla_softmax import Softmax, average, meet, merge, read_side_by_side
+from pallas_kernels.paged_attention.xla_pages import page_owners, read_side_by_side, silence
+from pallas_kernels.paged_attention.xla_softmax import Softmax, average, meet, merge
 
 QUERIES = 128
 """Most queries of a strip."""
@@ -73,14 +74,14 @@ def _read_own(chunk: Chunk, pages: Pages) -> tuple[Float[Array, "s k t c"], Floa
     """The chunk's own keys and values out of its pages, 0 where a token is padding."""
     page_size, tokens = pages.shape[3], chunk.queries.shape[3]
     page = (chunk.start // page_size)[:, None] + jnp.arange((tokens - 2) // page_size + 2)
-    owners = _owners(chunk.page_table, page, page * page_size < (chunk.start + chunk.real)[:, None])
-    written = (jnp.arange(tokens) < chunk.real[:, None])[:, None, :, None]
+    owners = page_owners(chunk.page_table, page, page * page_size < (chunk.start + chunk.real)[:, None])
+    written = jnp.arange(tokens) < chunk.real[:, None]
 
     def read(which: int) -> Float[Array, "s k t c"]:
         room = read_side_by_side(pages, owners, which)
         offsets = zip(room, chunk.start % page_size, strict=True)
         own = jnp.stack([jax.lax.dynamic_slice_in_dim(row, offset, tokens, axis=1) for row, offset in offsets])
-        return jnp.where(written, own, 0.0)
+        return silence(own, written)
 
     return read(0), read(1)
 
@@ -99,14 +100,9 @@ def _meet_past(state: Softmax, chunk: Chunk, pages: Pages, window: int | None, s
         page = (first + index * together)[:, None] + jnp.arange(together)
         key = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(rows, -1)
         past = (key >= begin[:, None]) & (key < chunk.start[:, None])
-        owners = _owners(chunk.page_table, page, page * page_size < chunk.start[:, None])
+        owners = page_owners(chunk.page_table, page, page * page_size < chunk.start[:, None])
         keys, values = (read_side_by_side(pages, owners, which) for which in (0, 1))
         seen = past[:, None] if window is None else past[:, None] & (key[:, None] > position[:, :, None] - window)
-        return merge(state, meet(queries, keys, jnp.where(past[:, None, :, None], values, 0.0), seen[:, None], softcap))
+        return merge(state, meet(queries, keys, silence(values, past), seen[:, None], softcap))
 
     return jax.lax.fori_loop(0, turns, turn, state)
-
-
-def _owners(table: PageTable, page: Int32[Array, "s m"], owned: Bool[Array, "s m"]) -> Int32[Array, "s m"]:
-    """The entries of each row's table, and page 0 where the row owns none."""
-    return jnp.where(owned, jnp.take_along_axis(table, jnp.minimum(page, table.shape[1] - 1), axis=1), 0)

@@ -1,16 +1,12 @@
-"""An online softmax (arXiv 2205.14135) and the reading of pages, as XLA on CPU does them fast; x query heads a row.
+"""An online softmax (arXiv 2205.14135) as XLA on CPU does it fast; x query heads a row.
 
-Products: a far smaller operand goes right, where XLA on CPU packs it anew at every call. Slices: one a page, put
-together, and no gather, which XLA on CPU copies number by number. Page numbers out of range are clamped.
+In products a far smaller operand goes right, where XLA on CPU packs it anew at every call.
 """
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
-
-from pallas_kernels.arrays import Pages
+from jaxtyping import Array, Bool, Float
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -62,22 +58,3 @@ def merge(one: Softmax, other: Softmax) -> Softmax:
 def average(state: Softmax) -> Float[Array, "i k x c"]:
     """The weighted mean of the values; 0 where nothing was met."""
     return state.mixed / jnp.where(state.total == 0, 1.0, state.total)[..., None]
-
-
-def read_page(pages: Pages, page: Int32[Array, ""], which: int) -> Float[Array, "1 k b c"]:
-    """Keys (which = 0) or values (1) of a page in float32."""
-    _, _, k, b, c = pages.shape
-    return jax.lax.dynamic_slice(pages, (page, which, 0, 0, 0), (1, 1, k, b, c))[0].astype(jnp.float32)
-
-
-def read_side_by_side(pages: Pages, owners: Int32[Array, "i m"], which: int) -> Float[Array, "i k y c"]:
-    """The m pages of each row, one behind the other under each head.
-
-    Written into place: put together along an inner axis they would be copied number by number.
-    """
-    _, _, k, b, c = pages.shape
-    room = jnp.zeros((owners.shape[0], k, owners.shape[1] * b, c))
-    for row, owned in enumerate(owners):
-        for place, page in enumerate(owned):
-            room = jax.lax.dynamic_update_slice(room, read_page(pages, page, which), (row, 0, place * b, 0))
-    return room
