@@ -20,13 +20,14 @@ import jax.numpy as jnp
 import optax
 import sentencepiece
 import typer
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 from tqdm import tqdm
 
 from jaxinfer.arrays import Keys, Logits, Pages, Queries, Tokens, Values
 from jaxinfer.checkpoint.orbax import save_trained
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.ops import TokenBatch
+from jaxinfer.model.plain_ops import PlainWeights
 from jaxinfer.model.transformer import Transformer, init_params
 from jaxinfer.text.tokenizer import from_sentencepiece
 
@@ -35,10 +36,10 @@ LAST_STEP = 1_500
 MARGIN = 5.0  # of the right token's logit over the runner-up: far above what another kernel's rounding moves
 
 
-class TrainingOps:
+class TrainingOps(PlainWeights):
     """The model's `Ops` without a cache: each row is one page, as long as the sequence, made anew each time."""
 
-    def write(self, pages: Pages, keys: Keys, values: Values, batch: TokenBatch) -> Pages:
+    def write(self, pages: Pages, keys: Keys, values: Values | None, batch: TokenBatch) -> Pages:
         """This pass's keys and values as [s, 2, k, t, c]; what was in `pages` is not needed."""
         return jnp.stack([keys, values], axis=1).transpose(0, 1, 3, 2, 4)
 
@@ -51,20 +52,15 @@ class TrainingOps:
         window: int | None,
         scale: float,
         softcap: float | None,
+        sinks: Float32[Array, "k g"] | None = None,
     ) -> Float[Array, "s t k g c"]:
         """Causal attention of every query over its own row."""
-        if window is not None or softcap is not None:
-            raise NotImplementedError("a llama-shaped model has neither a window nor a softcap")
+        if window is not None or softcap is not None or sinks is not None:
+            raise NotImplementedError("a llama-shaped model has neither windows nor softcaps nor sinks")
         scores = scale * jnp.einsum("stkgc,skuc->skgtu", queries, pages[:, 0])
         seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         chances = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf).astype(jnp.float32))
         return jnp.einsum("skgtu,skuc->stkgc", chances.astype(queries.dtype), pages[:, 1])
-
-    def matmul(
-        self, x: Float[Array, "... i"], weight: Float[Array, "*out i"], dtype: Any = None
-    ) -> Float[Array, "..."]:
-        """Contract the last axis of both."""
-        return jnp.tensordot(x, weight, axes=(-1, -1), preferred_element_type=dtype)
 
 
 def train_tokenizer(text: str, vocabulary: int = 448) -> bytes:

@@ -3,10 +3,11 @@
 Knows: which kernel does what the model asks. Knows nothing of how a kernel does it.
 """
 
+from math import prod
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxinfer.arrays import Keys, Pages, Queries, Values
 from jaxinfer.model.ops import TokenBatch
@@ -49,7 +50,7 @@ class PagedOps:
             f"{choice.operation}: {choice.name}, {choice.why}" for choice in (self._attention, self._write)
         )
 
-    def write(self, pages: Pages, keys: Keys, values: Values, batch: TokenBatch) -> Pages:
+    def write(self, pages: Pages, keys: Keys, values: Values | None, batch: TokenBatch) -> Pages:
         """The pool with this step's keys and values stored. DONATES pages."""
         return self._write(pages, keys, values, batch.page_table, batch.positions)
 
@@ -62,6 +63,7 @@ class PagedOps:
         window: int | None,
         scale: float,
         softcap: float | None,
+        sinks: Float32[Array, "k g"] | None = None,
     ) -> Queries:
         """Causal attention of each query over its row's pages."""
         return self._attention(
@@ -73,21 +75,35 @@ class PagedOps:
             window=window,
             scale=scale,
             softcap=softcap,
+            **({} if sinks is None else {"sinks": sinks}),
         )
 
     def matmul(
-        self, x: Float[Array, "... i"], weight: Float[Array, "*out i"], dtype: Any = None
+        self, x: Float[Array, "..."], weight: Float[Array, "..."], *, axes: int = 1, dtype: Any = None
     ) -> Float[Array, "..."]:
-        """Contract the last axis of both.
+        """Contract the last `axes` axes of both.
 
         On CPU as one flat matrix product: where a side keeps several axes, XLA transposes the weight first, which costs
         more than the product. Elsewhere the axes stay, so that a weight sharded on an inner one needs no gather.
         """
+        kept, out = x.shape[:-axes], weight.shape[:-axes]
         if self._platform == "cpu":
-            product = _flat_matmul(x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1]), dtype)
-            return product.reshape(*x.shape[:-1], *weight.shape[:-1])
-        dims = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
-        return jax.lax.dot_general(x, weight, dims, preferred_element_type=dtype)
+            inner = prod(x.shape[-axes:])
+            return _flat_matmul(x.reshape(-1, inner), weight.reshape(-1, inner), dtype).reshape(*kept, *out)
+        dims = tuple(tuple(range(y.ndim - axes, y.ndim)) for y in (x, weight))
+        return jax.lax.dot_general(x, weight, (dims, ((), ())), preferred_element_type=dtype)
+
+    def grouped_matmul(
+        self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"], sizes: Int32[Array, " e"]
+    ) -> Float[Array, "n *out"]:
+        """Each row of x times the matrix of its group, by `jax.lax.ragged_dot`."""
+        flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+        product = jax.lax.ragged_dot(x, flat.swapaxes(1, 2), sizes)
+        return product.reshape(-1, *weight.shape[1:-1])
+
+    def take(self, table: Float[Array, "v w"], ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
+        """Rows of a table by their number."""
+        return table[ids]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PagedOps) and self._identity == other._identity

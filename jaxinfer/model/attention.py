@@ -47,8 +47,7 @@ class Attention(nn.Module):
         )
         shape = (config.width, config.kv_heads, config.group, config.head_dim)
         out = weight(self, "out", ("width", "kv_heads", "group", "head"), shape, self.dtype)
-        flat = mixed.reshape(*mixed.shape[:2], -1)  # [s, t, k * g * c], and out likewise
-        added = ops.matmul(flat, out.reshape(config.width, -1))
+        added = ops.matmul(mixed, out, axes=3)
         if config.output_bias:
             init = nn.with_logical_partitioning(nn.initializers.zeros, ("width",))
             added = added + cast(Array, self.param("out_bias", init, (config.width,), self.dtype))

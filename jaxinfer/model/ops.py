@@ -7,7 +7,7 @@ them.
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxinfer.arrays import Keys, Lengths, Pages, PageTable, Positions, Queries, RowInt, Tokens, Values
 
@@ -39,8 +39,11 @@ def pick(x: Shaped[Array, "s t *any"], index: RowInt) -> Shaped[Array, "s 1 *any
 class Ops(Protocol):
     """The operations; every method is pure and is traced inside jit."""
 
-    def write(self, pages: Pages, keys: Keys, values: Values, batch: TokenBatch) -> Pages:
-        """The pool with this step's keys and values stored; padding is dropped. DONATES `pages`."""
+    def write(self, pages: Pages, keys: Keys, values: Values | None, batch: TokenBatch) -> Pages:
+        """The pool with this step's keys and values stored; padding is dropped. DONATES `pages`.
+
+        values: None for a pool of one plane, whose keys are their own values.
+        """
         ...
 
     def attend(
@@ -52,19 +55,34 @@ class Ops(Protocol):
         window: int | None,
         scale: float,
         softcap: float | None,
+        sinks: Float32[Array, "k g"] | None = None,
     ) -> Float[Array, "s t k g c"]:
         """Causal attention of each query over its row's pages, which already hold this step's own keys.
 
-        A query at position i sees positions max(0, i - window + 1) .. i. Padding queries return finite numbers that
+        A query at position i sees positions max(0, i - window + 1) .. i. sinks: a logit per query head that takes its
+        share of the softmax and adds nothing; neither scaled nor capped. Padding queries return finite numbers that
         nobody reads.
         """
         ...
 
     def matmul(
-        self, x: Float[Array, "... i"], weight: Float[Array, "*out i"], dtype: Any = None
+        self, x: Float[Array, "..."], weight: Float[Array, "..."], *, axes: int = 1, dtype: Any = None
     ) -> Float[Array, "..."]:
-        """Contract the last axis of both; the result, of `dtype` or x's, has x's leading axes, then the weight's.
+        """Contract the last `axes` axes of both; the result, of `dtype` or x's, has x's other axes, then the weight's.
 
         Weights are stored output-first, which XLA on CPU reads twice as fast as input-first.
         """
+        ...
+
+    def grouped_matmul(
+        self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"], sizes: Int32[Array, " e"]
+    ) -> Float[Array, "n *out"]:
+        """Each row of x times the matrix of its group: the first sizes[0] rows times weight[0], and so on.
+
+        The sizes add up to n.
+        """
+        ...
+
+    def take(self, table: Float[Array, "v w"], ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
+        """Rows of a weight by their number, in the model's dtype."""
         ...

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jaxinfer.arrays import Hidden, Logits, Pages, Queries, RowInt, Tokens
+from jaxinfer.arrays import Hidden, Logits, Pages, RowInt, Tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.attention import Attention
 from jaxinfer.model.layers import MLP, Phases, norm_weight, rms_norm, rope_phases, softcap, weight
 from jaxinfer.model.ops import Ops, TokenBatch, pick
+from jaxinfer.model.plain_ops import ShapeOps
 
 
 class DecoderBlock(nn.Module):
@@ -82,7 +83,7 @@ class Transformer(nn.Module):
     def logits(self, hidden: Float[Array, "s w"], ops: Ops) -> Logits:
         """Next-token logits of the rows given, float32, softcap applied. Call as `apply(..., method="logits")`."""
         head = self.embedding if self.config.tied_head else self.head
-        return softcap(ops.matmul(hidden, head, jnp.float32), self.config.logit_softcap)
+        return softcap(ops.matmul(hidden, head, dtype=jnp.float32), self.config.logit_softcap)
 
     def _embed(self, tokens: Tokens) -> Hidden:
         """Rows of the embedding. The scale is rounded to the weights' dtype first, as Gemma was trained."""
@@ -90,24 +91,11 @@ class Transformer(nn.Module):
         return x if self.config.embedding_scale == 1.0 else x * jnp.asarray(self.config.embedding_scale, self.dtype)
 
 
-class _ShapeOps:
-    """Stands in where only shapes are asked for: `init` needs some Ops, and no parameter depends on which."""
-
-    def write(self, pages: Pages, keys: Array, values: Array, batch: TokenBatch) -> Pages:
-        return pages
-
-    def attend(self, queries: Queries, pages: Pages, batch: TokenBatch, **how: Any) -> Queries:
-        return queries
-
-    def matmul(self, x: Array, weight: Array, dtype: Any = None) -> Array:
-        return jnp.tensordot(x, weight, axes=(-1, -1))
-
-
 def _init_boxed(config: ModelConfig, dtype: Any, key: jax.Array) -> Any:
     one = jnp.zeros((1, 1), jnp.int32)
     pages = jnp.zeros((1, 2, config.kv_heads, 1, config.head_dim), dtype)
     batch = TokenBatch(one, one, one, jnp.ones(1, jnp.int32))
-    return Transformer(config, dtype).init(key, batch, (pages,) * config.layers, _ShapeOps())["params"]
+    return Transformer(config, dtype).init(key, batch, (pages,) * config.layers, ShapeOps())["params"]
 
 
 def init_params(config: ModelConfig, dtype: Any, key: jax.Array) -> Any:
