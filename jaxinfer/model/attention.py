@@ -12,8 +12,9 @@ from jaxtyping import Array
 
 from jaxinfer.arrays import Hidden, Keys, Pages, Queries, RowInt, Values
 from jaxinfer.config import ModelConfig
-from jaxinfer.model.layers import Phases, norm_weight, rms_norm, rotate, weight
+from jaxinfer.model.layers import norm_weight, rms_norm, weight
 from jaxinfer.model.ops import Ops, TokenBatch, pick
+from jaxinfer.model.rope import Phases, rotate
 
 
 class Attention(nn.Module):

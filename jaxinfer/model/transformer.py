@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 from jaxinfer.arrays import Hidden, Logits, Pages, RowInt, Tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.attention import Attention
-from jaxinfer.model.layers import MLP, Phases, norm_weight, rms_norm, rope_phases, softcap, weight
+from jaxinfer.model.layers import MLP, norm_weight, rms_norm, softcap, weight
 from jaxinfer.model.ops import Ops, TokenBatch, pick
 from jaxinfer.model.plain_ops import ShapeOps
+from jaxinfer.model.rope import Phases, rope_phases
 
 
 class DecoderBlock(nn.Module):
@@ -72,7 +73,7 @@ class Transformer(nn.Module):
         """
         config = self.config
         ropes = dict.fromkeys(map(config.layer_rope, range(config.layers)))  # in order: a set's changes by process
-        phases = {rope: rope_phases(rope, config.head_dim, batch.positions) for rope in ropes}
+        phases = {rope: rope_phases(rope, config.head_dim, batch.positions, config.context) for rope in ropes}
         x, written = self._embed(batch.tokens), []
         for layer, (block, layer_pages) in enumerate(zip(self.block, pages, strict=True)):
             wanted = last if layer == config.layers - 1 else None

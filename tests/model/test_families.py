@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import config_from_gguf, config_from_hf, family_of, with_rope_factors
-from jaxinfer.model.layers import rope_frequencies
+from jaxinfer.model.rope import rope_frequencies
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -276,7 +276,7 @@ def test_gguf_linear_rope():
 def test_gguf_divisors_of_the_rope_are_llama3s_rule(factor: float):
     config = config_from_hf({**LLAMA, "head_dim": 64})
     rope = RopeConfig(500_000.0, "llama3", factor, 1.0, 4.0, 8_192)
-    divisors = np.asarray(rope_frequencies(config.rope, 64) / rope_frequencies(rope, 64))
+    divisors = np.asarray(rope_frequencies(config.rope, 64, 8_192) / rope_frequencies(rope, 64, 8_192))
     assert 1 < np.median(divisors) < factor
     assert with_rope_factors(config, divisors).rope == rope
     for wrong in (divisors[::-1], divisors[:-1], divisors * 1.01, divisors * np.nan, np.full(32, factor)):

@@ -15,8 +15,8 @@ from jaxtyping import jaxtyped
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.model import transformer
-from jaxinfer.model.layers import rope_phases
 from jaxinfer.model.ops import TokenBatch
+from jaxinfer.model.rope import rope_phases
 from jaxinfer.model.transformer import Transformer, abstract_params, init_params, logical_axes
 
 from . import numpy_decoder
