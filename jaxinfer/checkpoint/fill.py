@@ -61,7 +61,8 @@ def fill(
     for done, leaf in enumerate(leaves):
         if progress:
             progress(STAGE, done, len(leaves))
-        value = leaf.build([tensors.read(source.name) for source in leaf.sources])
+        read = {name: tensors.read(name) for name in dict.fromkeys(source.name for source in leaf.sources)}
+        value = leaf.build([read[source.name] for source in leaf.sources])
         filled[leaf.path] = jax.device_put(value.astype(flat[leaf.path].dtype), places.get(leaf.path))
     if progress:
         progress(STAGE, len(leaves), len(leaves))

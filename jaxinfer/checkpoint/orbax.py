@@ -138,7 +138,7 @@ def _targets(
     check_layers(config, len(stored))
     leaves = flatten(abstract_params(config, dtype))
     names = {path: "/".join(path) for path in leaves}
-    check_tensors([Leaf(p, (Source(names[p], x.shape, x.shape),)) for p, x in leaves.items()], stored)
+    check_tensors([Leaf(p, x.shape, (Source(names[p], x.shape, x.shape),)) for p, x in leaves.items()], stored)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = flatten(shardings(config)) if shardings else dict.fromkeys(leaves, here)
     return unflatten({p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[p]) for p, x in leaves.items()})

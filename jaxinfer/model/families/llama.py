@@ -6,6 +6,7 @@ Sources: transformers' LlamaConfig and MistralConfig; llama.cpp's `llama` archit
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families.fields import MAX_LAYERS, Fields, read_rope
-from jaxinfer.model.families.leaves import Naming
+from jaxinfer.model.families.leaves import Naming, heads_apart
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -53,7 +54,7 @@ GGUF = Naming(
         "block/mlp/gate_up": ("blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"),
         "block/mlp/down": ("blk.{i}.ffn_down.weight",),
     },
-    interleaved_rope=True,
+    layouts={"block/attention/qkv": partial(heads_apart, interleaved=True)},
 )
 
 
