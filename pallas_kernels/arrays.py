@@ -5,7 +5,7 @@ t  tokens of a row          b  tokens in a page         g  query heads per key h
 p  pages in a row's table                               c  features of a head
 """
 
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 Pages = Float[Array, "n 2 k b c"]
 Queries = Float[Array, "s t k g c"]
@@ -13,3 +13,5 @@ NewKeys = Float[Array, "s t k c"]
 PageTable = Int32[Array, "s p"]
 Positions = Int32[Array, "s t"]
 Lengths = Int32[Array, " s"]
+Sinks = Float32[Array, "k g"]
+"""A logit per query head that takes its share of the softmax and adds nothing; neither scaled nor capped."""

@@ -75,7 +75,7 @@ class PagedOps:
             window=window,
             scale=scale,
             softcap=softcap,
-            **({} if sinks is None else {"sinks": sinks}),
+            sinks=sinks,
         )
 
     def matmul(

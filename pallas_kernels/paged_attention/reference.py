@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries
+from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
 
 
 def visible(positions: Positions, lengths: Lengths, keys: int, window: int | None) -> Bool[Array, "s t keys"]:
@@ -28,12 +28,14 @@ def paged_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
+    sinks: Sinks | None = None,
 ) -> Queries:
     """Attention of each query over its row's pages, in float32, returned in the queries' dtype.
 
     The query at position i sees keys max(0, i - window + 1) .. i of those below the row's length. Slots that no query
     may see are never read: they may hold NaN, and table entries past the length may hold anything. A query that sees
-    nothing (position -1, or a row of length 0) gets zeros.
+    nothing (position -1, or a row of length 0) gets zeros. sinks (gpt-oss; arXiv 2309.17453): a logit per query head in
+    the softmax beside the keys' own, whose value is 0.
     """
     page_size, span = pages.shape[3], page_table.shape[1] * pages.shape[3]
     seen = visible(positions, lengths, span, window)
@@ -47,8 +49,10 @@ def paged_attention(
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     mask = seen[:, None, None]
     scores = jnp.where(mask, scores, -jnp.inf)
-    peak = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+    sink = jnp.full(queries.shape[2:4], -jnp.inf) if sinks is None else sinks
+    sink = sink[None, :, :, None, None]  # as one more score of every query
+    peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min), sink)
     weights = jnp.where(mask, jnp.exp(scores - peak), 0.0)
-    total = weights.sum(axis=-1, keepdims=True)
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak)
     mixed = jnp.einsum("skgtx,skxc->stkgc", weights / jnp.where(total == 0, 1.0, total), values)
     return mixed.astype(queries.dtype)

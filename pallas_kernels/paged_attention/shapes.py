@@ -16,6 +16,7 @@ class Shape:
     page_size: int = 64
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     @property
     def table_width(self) -> int:
@@ -33,5 +34,8 @@ SHAPES: dict[str, Shape] = {
     "gemma3-270m decode 8 x 1024, window 512": Shape(8, 1, 1024, 1, 4, 256, window=512),
     "gemma3-270m last chunk of 1024, window 512": Shape(1, 512, 1024, 1, 4, 256, window=512),
     "gemma2-2b decode 4 x 512, softcap 50": Shape(4, 1, 512, 4, 2, 256, softcap=50.0),
+    "gpt-oss-20b decode 4 x 512, window 128, sinks": Shape(4, 1, 512, 8, 8, 64, window=128, sinks=True),
+    "gpt-oss-20b last chunk of 512, window 128, sinks": Shape(1, 256, 512, 8, 8, 64, window=128, sinks=True),
+    "gpt-oss-20b prefill 256, sinks": Shape(1, 256, 256, 8, 8, 64, sinks=True),
     "llama3-8b decode 4 x 512, pages of 16": Shape(4, 1, 512, 8, 4, 128, page_size=16),
 }

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries
+from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
 from pallas_kernels.paged_attention.xla_decode import Rows, decode_attention
 from pallas_kernels.paged_attention.xla_prefill import prefill_attention
 
@@ -21,6 +21,7 @@ def paged_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
+    sinks: Sinks | None = None,
 ) -> Queries:
     """As the reference, where a row's positions are consecutive, end at its length, and its padding (-1) comes last.
 
@@ -29,7 +30,9 @@ def paged_attention(
     scaled = queries.astype(jnp.float32) * scale
     if positions.shape[1] == 1:
         rows = Rows(scaled[:, 0], page_table, positions[:, 0], lengths)
-        mixed = decode_attention(rows, pages, window, softcap)[:, None]
+        mixed = decode_attention(rows, pages, window=window, softcap=softcap, sinks=sinks)[:, None]
     else:
-        mixed = prefill_attention(scaled, pages, page_table, positions, lengths, window=window, softcap=softcap)
+        mixed = prefill_attention(
+            scaled, pages, page_table, positions, lengths, window=window, softcap=softcap, sinks=sinks
+        )
     return mixed.astype(queries.dtype)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.arrays import Pages
+from pallas_kernels.arrays import Pages, Sinks
 from pallas_kernels.paged_attention.xla_pages import page_owners, read_page, silence
-from pallas_kernels.paged_attention.xla_softmax import Softmax, average, meet, merge, nothing_seen
+from pallas_kernels.paged_attention.xla_softmax import Softmax, average, beginning, meet, merge
 
 ROWS = 4
 """Rows attended together."""
@@ -34,13 +34,15 @@ class Rows(NamedTuple):
 Attend = Callable[[Rows], Float[Array, "i k g c"]]
 
 
-def decode_attention(rows: Rows, pages: Pages, window: int | None, softcap: float | None) -> Float[Array, "i k g c"]:
+def decode_attention(
+    rows: Rows, pages: Pages, *, window: int | None, softcap: float | None, sinks: Sinks | None
+) -> Float[Array, "i k g c"]:
     """Attention of each row's query; queries are scaled already."""
     count = len(rows.lengths)
     together = min(ROWS, count)
 
     def attend(some: Rows) -> Float[Array, "i k g c"]:
-        return _attend(some, pages, window, softcap)
+        return _attend(some, pages, window, softcap, sinks)
 
     if count == together:
         return attend(rows)
@@ -65,7 +67,9 @@ def _map_blocks(rows: Rows, together: int, attend: Attend) -> Float[Array, "i k 
     return jax.lax.fori_loop(0, len(rows.lengths) // together, block, rows.queries)
 
 
-def _attend(rows: Rows, pages: Pages, window: int | None, softcap: float | None) -> Float[Array, "i k g c"]:
+def _attend(
+    rows: Rows, pages: Pages, window: int | None, softcap: float | None, sinks: Sinks | None
+) -> Float[Array, "i k g c"]:
     """Walk over the pages that some query sees, those of all rows in step."""
     page_size = pages.shape[3]
     end = jnp.minimum(rows.positions + 1, rows.lengths)
@@ -81,4 +85,4 @@ def _attend(rows: Rows, pages: Pages, window: int | None, softcap: float | None)
         keys, values = (jnp.concatenate([read_page(pages, owner, which) for owner in owners]) for which in (0, 1))
         return merge(state, meet(rows.queries, keys, silence(values, seen), seen[:, None, None], softcap))
 
-    return average(jax.lax.fori_loop(0, turns, turn, nothing_seen(rows.queries)))
+    return average(jax.lax.fori_loop(0, turns, turn, beginning(rows.queries, sinks)))

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions
+from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Sinks
 from pallas_kernels.paged_attention.xla_pages import page_owners, read_side_by_side, silence
-from pallas_kernels.paged_attention.xla_softmax import Softmax, average, meet, merge
+from pallas_kernels.paged_attention.xla_softmax import Softmax, average, beginning, meet, merge
 
 QUERIES = 128
 """Most queries of a strip."""
@@ -44,12 +44,16 @@ def prefill_attention(
     *,
     window: int | None,
     softcap: float | None,
+    sinks: Sinks | None,
 ) -> Float[Array, "s t k g c"]:
     """Attention of scaled queries whose positions are consecutive in each row, padding (-1) last."""
     start = jnp.maximum(positions[:, 0], 0)
     count = jnp.minimum(jnp.sum(positions >= 0, axis=1), lengths)
     chunk = Chunk(jnp.moveaxis(queries, 1, 3), page_table, start, count)
-    state = _meet_past(_meet_own(chunk, pages, window, softcap), chunk, pages, window, softcap)
+    state = _meet_own(chunk, pages, window, softcap)
+    if sinks is not None:
+        state = _join_sinks(state, chunk, sinks)
+    state = _meet_past(state, chunk, pages, window, softcap)
     return jnp.moveaxis(average(state).reshape(chunk.queries.shape), 3, 1)
 
 
@@ -84,6 +88,12 @@ def _read_own(chunk: Chunk, pages: Pages) -> tuple[Float[Array, "s k t c"], Floa
         return silence(own, written)
 
     return read(0), read(1)
+
+
+def _join_sinks(state: Softmax, chunk: Chunk, sinks: Sinks) -> Softmax:
+    """`state` and, for every query, its head's sink."""
+    rows, k, _, tokens, c = chunk.queries.shape
+    return merge(state, beginning(chunk.queries.reshape(rows, k, -1, c), jnp.repeat(sinks, tokens, axis=1)))
 
 
 def _meet_past(state: Softmax, chunk: Chunk, pages: Pages, window: int | None, softcap: float | None) -> Softmax:

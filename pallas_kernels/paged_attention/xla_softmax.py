@@ -6,7 +6,7 @@ In products a far smaller operand goes right, where XLA on CPU packs it anew at 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -19,10 +19,10 @@ class Softmax(NamedTuple):
     mixed: Float[Array, "i k x c"]
 
 
-def nothing_seen(queries: Float[Array, "i k x c"]) -> Softmax:
-    """Where a softmax begins."""
-    flat = jnp.zeros(queries.shape[:3])
-    return Softmax(flat + LOWEST, flat, jnp.zeros_like(queries))
+def beginning(queries: Float[Array, "i k x c"], sinks: Float32[Array, "k x"] | None) -> Softmax:
+    """Where a softmax begins: with nothing, or with the sinks, which weigh and add no value."""
+    flat, mixed = jnp.zeros(queries.shape[:3]), jnp.zeros_like(queries)
+    return Softmax(flat + LOWEST, flat, mixed) if sinks is None else Softmax(flat + sinks, flat + 1.0, mixed)
 
 
 def meet(

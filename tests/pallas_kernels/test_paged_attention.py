@@ -22,6 +22,7 @@ class Case(NamedTuple):
     page_table: Any
     positions: Any
     lengths: Any
+    sinks: Any = None
 
 
 def make_case(shape: Shape, lengths: list[int], seed: int = 0) -> Case:
@@ -45,12 +46,14 @@ def make_case(shape: Shape, lengths: list[int], seed: int = 0) -> Case:
         unread = np.arange(width) * size >= length
         table[row, unread] = random.choice([-7, -1, 0, count - 1, count, 2**30], unread.sum())
     queries = random.standard_normal((rows, shape.tokens, shape.kv_heads, shape.group, shape.head_dim))
-    return Case(queries.astype(np.float32), pages, table, positions, np.asarray(lengths, np.int32))
+    sinks = random.uniform(-3, 3, (shape.kv_heads, shape.group)).astype(np.float32) if shape.sinks else None
+    return Case(queries.astype(np.float32), pages, table, positions, np.asarray(lengths, np.int32), sinks)
 
 
 def run(form: Any, case: Case, shape: Shape) -> np.ndarray:
     how = {"window": shape.window, "scale": shape.head_dim**-0.5, "softcap": shape.softcap}
-    return np.asarray(jax.jit(lambda *arrays: form(*arrays, **how))(*map(jnp.asarray, case)))
+    case = jax.tree.map(jnp.asarray, case)
+    return np.asarray(jax.jit(lambda *arrays, sinks: form(*arrays, **how, sinks=sinks))(*case[:-1], sinks=case.sinks))
 
 
 def by_hand(case: Case, shape: Shape, row: int, token: int, head: int, query: int) -> np.ndarray:
@@ -64,8 +67,10 @@ def by_hand(case: Case, shape: Shape, row: int, token: int, head: int, query: in
     scores = keys @ case.queries[row, token, head, query].astype(np.float64) * shape.head_dim**-0.5
     if shape.softcap is not None:
         scores = shape.softcap * np.tanh(scores / shape.softcap)
-    weights = np.exp(scores - scores.max())
-    return weights / weights.sum() @ values
+    sink = -np.inf if case.sinks is None else float(case.sinks[head, query])
+    peak = max(sink, scores.max())
+    weights = np.exp(scores - peak)
+    return weights / (weights.sum() + np.exp(sink - peak)) @ values
 
 
 SMALL = {
@@ -73,8 +78,12 @@ SMALL = {
     "decode, window": (Shape(1, 1, 0, 2, 3, 8, 8, window=5), [1, 24, 7, 0, 8, 9, 23, 16, 2, 17, 11]),
     "decode, window of 1": (Shape(1, 1, 0, 1, 1, 8, 8, window=1), [1, 24, 17]),
     "decode, softcap": (Shape(1, 1, 0, 2, 2, 8, 8, softcap=1.5), [24, 9]),
+    "decode, sinks": (Shape(1, 1, 0, 2, 3, 8, 8, sinks=True), [1, 24, 7, 0, 8, 9, 23, 16, 2, 17, 11]),
+    "decode, sinks, window, softcap": (Shape(1, 1, 0, 2, 3, 8, 8, 5, 1.5, sinks=True), [1, 24, 7, 0]),
     "prefill": (Shape(1, 20, 0, 2, 2, 8, 8), [20, 7, 0, 43]),
     "prefill, window": (Shape(1, 20, 0, 2, 2, 8, 8, window=6), [20, 7, 0, 43]),
+    "prefill, sinks": (Shape(1, 20, 0, 2, 2, 8, 8, sinks=True), [20, 7, 0, 43]),
+    "prefill, sinks, window, softcap": (Shape(1, 20, 0, 2, 2, 8, 8, 6, 1.5, sinks=True), [20, 7, 0, 43]),
     "prefill of several strips": (Shape(1, 150, 0, 1, 2, 8, 16, softcap=5.0), [150, 201]),
     "prefill of several strips, window": (Shape(1, 150, 0, 1, 2, 8, 16, window=33), [150, 201]),
 }
@@ -88,7 +97,7 @@ def test_each_query_is_its_definition(form: Any, name: str) -> None:
     mixed = run(form, case, shape)
     assert np.isfinite(mixed).all(), "a padding query, or one that met a NaN"
     for row, token in np.argwhere(case.positions >= 0)[::7]:
-        head, query = row % shape.kv_heads, token % shape.group
+        head, query = row % shape.kv_heads, (row + token // 3) % shape.group
         expected = by_hand(case, shape, row, token, head, query)
         np.testing.assert_allclose(mixed[row, token, head, query], expected, rtol=1e-4, atol=1e-5)
 
@@ -104,11 +113,13 @@ def test_xla_equals_the_reference_on_real_shapes(name: str) -> None:
 
 def test_the_reference_takes_the_shapes_it_declares() -> None:
     shape, lengths = SMALL["prefill, window"]
-    case = Case(*map(jnp.asarray, make_case(shape, lengths)))
+    case = jax.tree.map(jnp.asarray, make_case(shape, lengths))
     how = {"window": 6, "scale": 1.0, "softcap": None}
-    assert checked_reference(*case, **how).shape == case.queries.shape
+    assert checked_reference(*case[:-1], **how).shape == case.queries.shape
     with pytest.raises(Exception, match="lengths"):
-        checked_reference(*case._replace(lengths=case.lengths[1:]), **how)
+        checked_reference(*case._replace(lengths=case.lengths[1:])[:-1], **how)
+    with pytest.raises(Exception, match="sinks"):
+        checked_reference(*case[:-1], **how, sinks=jnp.zeros((2, 3)))
 
 
 def test_a_row_is_bitwise_the_same_whatever_its_neighbours() -> None:
