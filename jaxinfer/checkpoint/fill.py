@@ -5,11 +5,14 @@ format.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Shaped
 
+from jaxinfer.checkpoint.tensors import Tensors, empty, read_as
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError
 from jaxinfer.model.families import Leaf, Naming, leaf_of
@@ -20,19 +23,6 @@ Shardings = Callable[[ModelConfig], Any]
 Progress = Callable[[str, int, int], None]
 """Called as progress(stage, done, total)."""
 STAGE = "load weights"
-
-
-class Tensors(Protocol):
-    """A checkpoint that can be read one tensor at a time."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each tensor by name."""
-        ...
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor `name`, as float32, bfloat16 or float16."""
-        ...
 
 
 def fill(
@@ -47,26 +37,51 @@ def fill(
 ) -> Any:
     """The parameters as a nested dict of JAX arrays, on the default device or as `shardings` says.
 
-    One leaf at a time is read, converted to its dtype (`dtype`; norms float32) and placed, so the host holds one leaf
-    more than the devices do. `unused` names tensors that may be there and are not read. Raises CheckpointError before
-    anything is read where names or shapes are not those that `config` asks for.
+    One leaf at a time is read in its dtype (`dtype`; norms float32) and placed, the largest first: the host holds one
+    leaf more than the devices do, and that at a time when little is loaded. `unused` names tensors that may be there
+    and are not read. Raises CheckpointError before anything is read where names or shapes are not those that `config`
+    asks for.
     """
     check_layers(config, len(tensors.shapes))
-    wanted = abstract_params(config, dtype)
-    flat = flatten(wanted)
+    flat = flatten(abstract_params(config, dtype))
     leaves = [leaf_of(config, naming, path, leaf.shape) for path, leaf in flat.items()]
     check_tensors(leaves, {name: shape for name, shape in tensors.shapes.items() if name not in unused})
     places = flatten(shardings(config)) if shardings else {}
-    filled: dict[tuple[str, ...], jax.Array] = {}
-    for done, leaf in enumerate(leaves):
+    filled = dict.fromkeys(flat)  # in the tree's order
+    for done, leaf in enumerate(sorted(leaves, key=lambda leaf: flat[leaf.path].size, reverse=True)):
         if progress:
             progress(STAGE, done, len(leaves))
-        read = {name: tensors.read(name) for name in dict.fromkeys(source.name for source in leaf.sources)}
-        value = leaf.build([read[source.name] for source in leaf.sources])
-        filled[leaf.path] = jax.device_put(value.astype(flat[leaf.path].dtype), places.get(leaf.path))
+        value = build(tensors, leaf, flat[leaf.path].dtype)
+        # Waits, since a copy that is still going would hold the host's array while the next is made.
+        filled[leaf.path] = jax.device_put(value, places.get(leaf.path)).block_until_ready()
+        del value
     if progress:
         progress(STAGE, len(leaves), len(leaves))
     return unflatten(filled)
+
+
+def build(tensors: Tensors, leaf: Leaf, dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
+    """The leaf in host memory, in `dtype`; a norm's offset is added in float32. One tensor at a time is beside it."""
+    if len(leaf.sources) == 1:
+        whole = leaf.sources[0].place(read_as(tensors, leaf.sources[0].name, dtype))
+    else:
+        whole = _join(tensors, leaf, dtype)
+    whole = whole.reshape(leaf.shape)
+    return whole.astype(np.float32) + np.float32(leaf.offset) if leaf.offset else whole
+
+
+def _join(tensors: Tensors, leaf: Leaf, dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
+    """The parts of the leaf, one behind the other. A tensor that several parts come from is read once."""
+    joined = list(leaf.sources[0].part)
+    joined[leaf.axis] = sum(source.part[leaf.axis] for source in leaf.sources)
+    whole, start = empty(tuple(joined), dtype), 0
+    for name, sources in groupby(leaf.sources, key=lambda source: source.name):
+        tensor = read_as(tensors, name, dtype)
+        for source in sources:
+            stop = start + source.part[leaf.axis]
+            whole[(slice(None),) * leaf.axis + (slice(start, stop),)] = source.place(tensor)
+            start = stop
+    return whole
 
 
 def check_layers(config: ModelConfig, tensors: int) -> None:

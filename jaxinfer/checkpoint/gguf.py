@@ -4,20 +4,24 @@ Knows: how a tensor's bytes become an array. The container is `gguf_header`'s, w
 """
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from jaxtyping import Shaped, UInt8
 
-from jaxinfer.checkpoint.gguf_header import read_header
+from jaxinfer.checkpoint.gguf_header import TensorInfo, read_header
+from jaxinfer.checkpoint.tensors import read_bytes
 from jaxinfer.errors import CheckpointError
 
 _PLAIN = {GGMLQuantizationType.F32: np.dtype("<f4"), GGMLQuantizationType.F16: np.dtype("<f2")}
 
 
 class GGUFTensors:
-    """The tensors of one GGUF file, read one at a time; `fields` is its metadata as plain Python values.
+    """The tensors of one GGUF file, read one at a time; `fields` is its metadata as plain Python values,
+    `shapes` has each tensor's shape by name, outermost axis first.
 
     Raises CheckpointError for a damaged file, or one of several parts (join them with llama.cpp's `gguf-split`).
     """
@@ -29,21 +33,25 @@ class GGUFTensors:
             raise CheckpointError(f"{path.name} is one of {parts} parts; join them with `llama-gguf-split --merge`")
         self.fields = header.fields
         self._tensors = header.tensors
-        self._bytes = np.memmap(path, mode="r")
+        self._path = path
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: info.shape for name, info in header.tensors.items()}
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each tensor by name, outermost axis first."""
-        return {name: info.shape for name, info in self._tensors.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        """The tensor `name` as stored (float16) or decoded (float32)."""
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Shaped[np.ndarray, "..."]:
+        """The tensor `name`, or its rows `start` to `stop`, as stored (float16) or decoded (float32)."""
         info = self._tensors[name]
-        raw = np.asarray(self._bytes[info.start : info.start + info.size])
+        start, stop, _ = slice(start, stop).indices(info.shape[0])
+        shape = (max(0, stop - start), *info.shape[1:])
+        raw = self._raw(info, start * prod(shape[1:]), prod(shape))
         if info.kind in _PLAIN:
-            return raw.view(_PLAIN[info.kind]).reshape(info.shape)
-        rows = raw.reshape(*info.shape[:-1], -1)
+            return raw.view(_PLAIN[info.kind]).reshape(shape)
         try:
-            return gguf.dequantize(rows, info.kind).reshape(info.shape)
+            return gguf.dequantize(raw.reshape(*shape[:-1], -1), info.kind).reshape(shape)
         except NotImplementedError as error:
             raise CheckpointError(f"tensor {name!r} is stored as {info.kind.name}, which gguf cannot decode") from error
+
+    def _raw(self, info: TensorInfo, first: int, count: int) -> UInt8[np.ndarray, " bytes"]:
+        """The bytes of `count` values from the value `first` on; both fall on blocks, since every row does."""
+        block, block_bytes = GGML_QUANT_SIZES[info.kind]
+        raw = np.empty(count // block * block_bytes, np.uint8)
+        read_bytes(self._path, info.start + first // block * block_bytes, raw)
+        return raw

@@ -9,14 +9,15 @@ import os
 from pathlib import Path
 
 import huggingface_hub
-import numpy as np
 
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.files import chat_template, eos_ids, read_json
-from jaxinfer.checkpoint.fill import Progress, Shardings, Tensors, fill
+from jaxinfer.checkpoint.fill import Progress, Shardings, fill
 from jaxinfer.checkpoint.gguf import GGUFTensors
 from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, read_config, save_orbax
+from jaxinfer.checkpoint.quantization import decoded
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
+from jaxinfer.checkpoint.tensors import Tensors, equal
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError
 from jaxinfer.model.families import Naming, config_from_gguf, config_from_hf, family_of, with_rope_factors
@@ -118,14 +119,15 @@ def _load_gguf(path: Path, dtype: str, shardings: Shardings | None, progress: Pr
 def _load_hf(path: Path, dtype: str, shardings: Shardings | None, progress: Progress | None) -> Checkpoint:
     raw = read_json(path / "config.json")
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-    config, tensors, tokenizer = config_from_hf(raw), SafetensorsDirectory(path), load_tokenizer(path)
+    config, tokenizer = config_from_hf(raw), load_tokenizer(path)
+    tensors, scales = decoded(SafetensorsDirectory(path), raw)
     naming = family_of(config.family).hf
     config, unused = _settle_head(config, tensors, naming)
     ends = [eos_ids(where.get("eos_token_id"), "eos_token_id") for where in (raw, generation)]
     return Checkpoint(
         name=path.resolve().name,
         config=config,
-        params=fill(tensors, config, naming, dtype, unused=unused, shardings=shardings, progress=progress),
+        params=fill(tensors, config, naming, dtype, unused=(*unused, *scales), shardings=shardings, progress=progress),
         tokenizer=tokenizer,
         chat_template=chat_template(path),
         eos_ids=tokenizer.eos_ids.union(*ends),
@@ -141,6 +143,6 @@ def _settle_head(config: ModelConfig, tensors: Tensors, naming: Naming) -> tuple
     (head,), (embedding,) = naming.names["head"], naming.names["embedding"]
     if not config.tied_head or head not in tensors.shapes or embedding not in tensors.shapes:
         return config, ()
-    if np.array_equal(tensors.read(head), tensors.read(embedding)):
+    if equal(tensors, head, embedding):
         return config, (head,)
     return dataclasses.replace(config, tied_head=False), ()

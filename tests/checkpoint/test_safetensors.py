@@ -98,7 +98,7 @@ def test_a_damaged_index(tmp_path: Path, index: str):
         SafetensorsDirectory(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["F64", "I32", "U8", "F8_E4M3", "BOOL"])
+@pytest.mark.parametrize("dtype", ["F64", "I32", "I8", "BOOL"])
 def test_a_dtype_that_is_no_weight(tmp_path: Path, dtype: str):
     size = {"F64": 8, "I32": 4}.get(dtype, 1)
     header = {"a": {"dtype": dtype, "shape": [3], "data_offsets": [0, 3 * size]}}

@@ -17,6 +17,7 @@ from jaxinfer.model.families.llama import Shapes, with_rope_factors
 
 __all__ = [
     "FAMILIES",
+    "QUANTISATIONS",
     "Family",
     "Leaf",
     "Naming",
@@ -26,6 +27,9 @@ __all__ = [
     "leaf_of",
     "with_rope_factors",
 ]
+
+QUANTISATIONS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
+"""Methods of `quantization_config` that `checkpoint` decodes while it loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     of their own, or any value that would change the arithmetic and is not implemented.
     """
     fields = Fields(raw, "config.json")
-    fields.expect("quantization_config", None)
+    quantised = fields.mapping("quantization_config")
+    if quantised and quantised.get("quant_method") not in QUANTISATIONS:
+        raise ConfigError(
+            f"config.json: quantization_config has quant_method {quantised.get('quant_method')!r:.80}; "
+            f"expected one of {', '.join(QUANTISATIONS)}"
+        )
     architectures = fields.get("architectures", [])
     for family in FAMILIES:
         if architectures == [family.hf_architecture] or (

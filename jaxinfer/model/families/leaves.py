@@ -5,7 +5,7 @@ others chose, norms that are stored minus one. Knows no file format and reads no
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -63,12 +63,6 @@ class Leaf:
     sources: tuple[Source, ...]
     axis: int = 0
     offset: float = 0.0
-
-    def build(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """The leaf, from the tensors of its sources in order; a norm's offset is added in float32."""
-        parts = [source.place(tensor) for source, tensor in zip(self.sources, tensors, strict=True)]
-        joined = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=self.axis)).reshape(self.shape)
-        return joined.astype(np.float32) + np.float32(self.offset) if self.offset else joined
 
 
 class Want(NamedTuple):
