@@ -16,10 +16,22 @@ from jaxinfer.arrays import Hidden
 from jaxinfer.config import Activation, ModelConfig
 from jaxinfer.model.ops import Ops
 
-ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+CLAMP, SLOPE = 7.0, 1.702
+"""gpt-oss's gate: clamped at CLAMP, a sigmoid of SLOPE times the gate."""
+
+
+def _swiglu_clamped(gate: Float[Array, "*any"], up: Float[Array, "*any"]) -> Float[Array, "*any"]:
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)
+
+
+ACTIVATIONS: dict[Activation, Callable[[Array, Array], Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu": lambda gate, up: jax.nn.gelu(gate, approximate=False) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "swiglu_clamped": _swiglu_clamped,
 }
+"""What becomes of an MLP's gate and up (arXiv 2002.05202)."""
 
 
 def weight(module: nn.Module, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> Array:
@@ -31,16 +43,22 @@ def weight(module: nn.Module, name: str, axes: tuple[str, ...], shape: tuple[int
     return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype))
 
 
-def norm_weight(module: nn.Module, name: str, axis: str, size: int) -> Float32[Array, " size"]:
+def bias(module: nn.Module, name: str, axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> Array:
+    """Declare a vector that is added, or one per head or expert; zero until it is loaded."""
+    init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+    return cast(Array, module.param(name, init, shape, dtype))
+
+
+def norm_weight(module: nn.Module, name: str, axes: tuple[str, ...], shape: tuple[int, ...]) -> Float32[Array, "..."]:
     """Declare a norm's weight, float32 whatever the model's dtype and ready to multiply."""
-    init = nn.with_logical_partitioning(nn.initializers.ones, (axis,))
-    return cast(Array, module.param(name, init, (size,), jnp.float32))
+    init = nn.with_logical_partitioning(nn.initializers.ones, axes)
+    return cast(Array, module.param(name, init, shape, jnp.float32))
 
 
-def rms_norm(x: Float[Array, "*any c"], weight: Float32[Array, " c"], eps: float) -> Float[Array, "*any c"]:
-    """x / rms(x) * weight over the last axis (arXiv 1910.07467), in float32, returned in x's dtype."""
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+def rms_norm(x: Float[Array, "..."], weight: Float32[Array, "..."], eps: float) -> Float[Array, "..."]:
+    """x / rms(x) * weight over the axes that `weight` has, the last ones (arXiv 1910.07467), in float32."""
+    wide, axes = x.astype(jnp.float32), tuple(range(-weight.ndim, 0))
+    mean_square = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + eps) * weight).astype(x.dtype)
 
 
@@ -50,16 +68,20 @@ def softcap(x: Float[Array, "*any"], cap: float | None) -> Float[Array, "*any"]:
 
 
 class MLP(nn.Module):
-    """down(activation(gate x) * up x) (arXiv 2002.05202); gate and up are one matrix, so x is read once."""
+    """down(activation(gate x, up x)) of inner width `inner`; gate and up are one matrix, so x is read once."""
 
     config: ModelConfig
     dtype: Any
+    inner: int
 
     @nn.compact
     def __call__(self, x: Hidden, ops: Ops) -> Hidden:
         """The MLP's addition to the residual stream."""
-        width, inner = self.config.width, self.config.mlp_width
+        config, width, inner = self.config, self.config.width, self.inner
         gate_up = weight(self, "gate_up", ("gate_up", "mlp", "width"), (2, inner, width), self.dtype)
-        down = weight(self, "down", ("width", "mlp"), (width, inner), self.dtype)
         both = ops.matmul(x, gate_up)  # [s, t, 2, f]
-        return ops.matmul(ACTIVATIONS[self.config.activation](both[..., 0, :]) * both[..., 1, :], down)
+        if config.mlp_bias:
+            both = both + bias(self, "gate_up_bias", ("gate_up", "mlp"), (2, inner), self.dtype)
+        hidden = ACTIVATIONS[config.activation](both[..., 0, :], both[..., 1, :])
+        added = ops.matmul(hidden, weight(self, "down", ("width", "mlp"), (width, inner), self.dtype))
+        return added + bias(self, "down_bias", ("width",), (width,), self.dtype) if config.mlp_bias else added

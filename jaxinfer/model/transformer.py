@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from jaxinfer.arrays import Hidden, Logits, Pages, RowInt, Tokens
-from jaxinfer.config import ModelConfig
+from jaxinfer.arrays import Hidden, Logits, Pages, Positions, RowInt, Tokens
+from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.model.attention import Attention
+from jaxinfer.model.experts import Experts
+from jaxinfer.model.latent import LatentAttention
 from jaxinfer.model.layers import MLP, norm_weight, rms_norm, softcap, weight
 from jaxinfer.model.ops import Ops, TokenBatch, pick
 from jaxinfer.model.plain_ops import ShapeOps
@@ -23,7 +25,7 @@ from jaxinfer.model.rope import Phases, rope_phases
 
 
 class DecoderBlock(nn.Module):
-    """Attention and MLP, each added to the residual stream; norms before, and after too with `post_norms`."""
+    """Attention and MLP (or experts), each added to the residual stream; normed before, after, or both."""
 
     config: ModelConfig
     dtype: Any
@@ -31,21 +33,42 @@ class DecoderBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Hidden, pages: Pages, batch: TokenBatch, phases: Phases, ops: Ops, last: RowInt | None
+        self, x: Hidden, pages: Pages, batch: TokenBatch, phases: Phases | None, ops: Ops, last: RowInt | None
     ) -> tuple[Hidden, Pages]:
         """The residual stream after this block, and its pages. DONATES pages.
 
         With `last`, the stream of each row's token at that index alone: [s, 1, w].
         """
-        attention = Attention(self.config, self.dtype, self.config.window(self.layer), name="attention")
-        added, pages = attention(self._norm("attention_norm", x), pages, batch, phases, ops, last)
+        added, pages = self._attention()(self._before("attention_norm", x), pages, batch, phases, ops, last)
         x = x if last is None else pick(x, last)
-        x = x + (self._norm("attention_post_norm", added) if self.config.post_norms else added)
-        added = MLP(self.config, self.dtype, name="mlp")(self._norm("mlp_norm", x), ops)
-        return x + (self._norm("mlp_post_norm", added) if self.config.post_norms else added), pages
+        x = self._add(x, self._after("attention_post_norm", added))
+        added = self._mlp()(self._before("mlp_norm", x), ops)
+        return self._add(x, self._after("mlp_post_norm", added)), pages
+
+    def _attention(self) -> Attention | LatentAttention:
+        config, window = self.config, self.config.window(self.layer)
+        if config.latent is not None:
+            return LatentAttention(config, config.latent, self.dtype, window, name="attention")
+        return Attention(config, self.dtype, window, name="attention")
+
+    def _mlp(self) -> MLP | Experts:
+        experts = self.config.layer_experts(self.layer)
+        if experts is not None:
+            return Experts(self.config, experts, self.dtype, name="experts")
+        return MLP(self.config, self.dtype, self.config.mlp_width, name="mlp")
+
+    def _before(self, name: str, x: Hidden) -> Hidden:
+        return self._norm(name, x) if self.config.pre_norms else x
+
+    def _after(self, name: str, x: Hidden) -> Hidden:
+        return self._norm(name, x) if self.config.post_norms else x
 
     def _norm(self, name: str, x: Hidden) -> Hidden:
-        return rms_norm(x, norm_weight(self, name, "width", self.config.width), self.config.norm_eps)
+        return rms_norm(x, norm_weight(self, name, ("width",), (self.config.width,)), self.config.norm_eps)
+
+    def _add(self, x: Hidden, added: Hidden) -> Hidden:
+        scale = self.config.residual_scale
+        return x + (added if scale == 1.0 else added * jnp.asarray(scale, added.dtype))
 
 
 class Transformer(nn.Module):
@@ -59,7 +82,7 @@ class Transformer(nn.Module):
         config, table = self.config, (self.config.vocab_size, self.config.width)
         self.embedding = weight(self, "embedding", ("vocab", "width"), table, self.dtype)
         self.block = [DecoderBlock(config, self.dtype, layer) for layer in range(config.layers)]
-        self.final_norm = norm_weight(self, "final_norm", "width", config.width)
+        self.final_norm = norm_weight(self, "final_norm", ("width",), (config.width,))
         if not config.tied_head:
             self.head = weight(self, "head", ("vocab", "width"), table, self.dtype)
 
@@ -71,10 +94,8 @@ class Transformer(nn.Module):
         With `last`, the hidden state of each row's token at that index alone, [s, 1, w]: the last block then takes the
         other tokens no further than their keys and values, for nothing after it reads them.
         """
-        config = self.config
-        ropes = dict.fromkeys(map(config.layer_rope, range(config.layers)))  # in order: a set's changes by process
-        phases = {rope: rope_phases(rope, config.head_dim, batch.positions, config.context) for rope in ropes}
-        x, written = self._embed(batch.tokens), []
+        config, phases = self.config, self._phases(batch.positions)
+        x, written = self._embed(batch.tokens, ops), []
         for layer, (block, layer_pages) in enumerate(zip(self.block, pages, strict=True)):
             wanted = last if layer == config.layers - 1 else None
             x, layer_pages = block(x, layer_pages, batch, phases[config.layer_rope(layer)], ops, wanted)
@@ -82,19 +103,28 @@ class Transformer(nn.Module):
         return rms_norm(x, self.final_norm, config.norm_eps), tuple(written)
 
     def logits(self, hidden: Float[Array, "s w"], ops: Ops) -> Logits:
-        """Next-token logits of the rows given, float32, softcap applied. Call as `apply(..., method="logits")`."""
-        head = self.embedding if self.config.tied_head else self.head
-        return softcap(ops.matmul(hidden, head, dtype=jnp.float32), self.config.logit_softcap)
+        """Next-token logits of the rows given, float32, scaled and capped. Call as `apply(..., method="logits")`."""
+        head, scale = self.embedding if self.config.tied_head else self.head, self.config.logit_scale
+        logits = ops.matmul(hidden, head, dtype=jnp.float32)
+        return softcap(logits if scale == 1.0 else logits * scale, self.config.logit_softcap)
 
-    def _embed(self, tokens: Tokens) -> Hidden:
+    def _embed(self, tokens: Tokens, ops: Ops) -> Hidden:
         """Rows of the embedding. The scale is rounded to the weights' dtype first, as Gemma was trained."""
-        x = self.embedding[tokens]
+        x = ops.take(self.embedding, tokens)
         return x if self.config.embedding_scale == 1.0 else x * jnp.asarray(self.config.embedding_scale, self.dtype)
+
+    def _phases(self, positions: Positions) -> dict[RopeConfig | None, Phases | None]:
+        """The rotary angles of each kind of layer, made once; None for layers where nothing turns."""
+        config = self.config
+        size = config.latent.rope_dim if config.latent else config.head_dim
+        ropes = dict.fromkeys(map(config.layer_rope, range(config.layers)))  # in order: a set's changes by process
+        return {rope: None if rope is None else rope_phases(rope, size, positions, config.context) for rope in ropes}
 
 
 def _init_boxed(config: ModelConfig, dtype: Any, key: jax.Array) -> Any:
     one = jnp.zeros((1, 1), jnp.int32)
-    pages = jnp.zeros((1, 2, config.kv_heads, 1, config.head_dim), dtype)
+    planes, heads, features = config.cache_shape
+    pages = jnp.zeros((1, planes, heads, 1, features), dtype)
     batch = TokenBatch(one, one, one, jnp.ones(1, jnp.int32))
     return Transformer(config, dtype).init(key, batch, (pages,) * config.layers, ShapeOps())["params"]
 

@@ -12,7 +12,7 @@ from beartype import beartype
 from flax.errors import ScopeParamShapeError
 from jaxtyping import jaxtyped
 
-from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.model import transformer
 from jaxinfer.model.ops import TokenBatch
@@ -50,6 +50,10 @@ GEMMA3 = replace(
     embedding_scale=24**0.5,
     query_scale=0.3,
 )
+DEEPSEEK_EXPERTS = ExpertsConfig(
+    8, 3, 10, scoring="sigmoid", scale=2.5, groups=4, active_groups=2, selection_bias=True, shared_width=14
+)
+LATENT = replace(PLAIN, kv_heads=6, head_dim=12, latent=LatentConfig(12, 4, 8, 6, query_rank=10))
 CONFIGS = {
     "plain": PLAIN,
     "tied head": replace(PLAIN, tied_head=True),
@@ -71,6 +75,21 @@ CONFIGS = {
     "norm epsilon": replace(PLAIN, norm_eps=0.5),
     "query scale": replace(PLAIN, query_scale=2.0),
     "gemma3": GEMMA3,
+    "a layer without rope": replace(PLAIN, no_rope=(1,)),
+    "exact gelu": replace(PLAIN, activation="gelu"),
+    "clamped swiglu": replace(PLAIN, activation="swiglu_clamped"),
+    "norms of all heads together": replace(PLAIN, qk_norm="all"),
+    "post norms alone": replace(PLAIN, pre_norms=False, post_norms=True),
+    "biases of the MLP": replace(PLAIN, mlp_bias=True),
+    "residual and logit scale": replace(PLAIN, residual_scale=0.3, logit_scale=0.2),
+    "sinks": replace(PLAIN, sinks=True, windows=(3, None)),
+    "experts": replace(PLAIN, experts=ExpertsConfig(6, 2, 10)),
+    "experts as gpt-oss has them": replace(
+        PLAIN, activation="swiglu_clamped", mlp_bias=True, experts=ExpertsConfig(5, 2, 10, router_bias=True)
+    ),
+    "experts in groups": replace(PLAIN, experts=DEEPSEEK_EXPERTS, dense_layers=(0,)),
+    "latent attention": LATENT,
+    "latent attention, queries straight": replace(LATENT, latent=LatentConfig(12, 4, 8, 6)),
 }
 TOKENS = [int(token) for token in np.random.default_rng(1).integers(0, 61, 21)]
 PAGE, TABLE = 8, [5, 1, 6, 3]
@@ -108,7 +127,8 @@ def run(
     ops: PagedOps = OPS,
 ) -> np.ndarray:
     """Logits of every token, run in chunks that end at `cuts`, over a pool that is NaN where nothing was written."""
-    pages = (jnp.full((8, 2, config.kv_heads, PAGE, config.head_dim), jnp.nan),) * config.layers
+    planes, heads, features = config.cache_shape
+    pages = (jnp.full((8, planes, heads, PAGE, features), jnp.nan),) * config.layers
     rows = []
     for start, end in zip([0, *cuts], cuts, strict=False):
         chunk = np.zeros((1, end - start + pad), np.int32)
@@ -135,7 +155,9 @@ def test_each_switch_means_what_the_second_decoder_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["chunks", "token by token"])
-@pytest.mark.parametrize("name", ["plain", "llama3 rope", "a window of one", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["plain", "llama3 rope", "a window of one", "gemma3", "sinks", "experts in groups", "latent attention"]
+)
 def test_chunks_and_single_tokens_give_the_logits_of_the_whole(name: str, way: str) -> None:
     config, params = CONFIGS[name], random_params(CONFIGS[name])
     expected = numpy_decoder.decode(TOKENS, params, config)
@@ -177,12 +199,13 @@ def test_rows_do_not_see_each_other() -> None:
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["plain", "windows", "gemma3"])
+@pytest.mark.parametrize("name", ["plain", "windows", "gemma3", "experts", "latent attention"])
 def test_asked_for_the_last_tokens_only_it_gives_the_same_states_and_the_same_pages(name: str) -> None:
     """Two rows of different lengths: the last block works on one token each, and still stores every key and value."""
     config, params = CONFIGS[name], random_params(CONFIGS[name])
     model, lengths = Transformer(config, jnp.float32), np.array([21, 9], np.int32)
-    pages = (jnp.zeros((8, 2, 2, PAGE, config.head_dim)),) * config.layers
+    planes, heads, features = config.cache_shape
+    pages = (jnp.zeros((8, planes, heads, PAGE, features)),) * config.layers
     positions = np.arange(21, dtype=np.int32) * np.ones((2, 1), np.int32)
     positions[1, 9:] = -1
     tables = np.array([[5, 1, 6], [3, 0, 99]], np.int32)
@@ -213,7 +236,7 @@ def test_the_embedding_scale_is_rounded_to_the_weights_dtype() -> None:
     config = replace(PLAIN, embedding_scale=640**0.5)
     for dtype, scale in ((jnp.bfloat16, 25.25), (jnp.float32, np.float32(640**0.5))):
         params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract_params(config, dtype))
-        embed = Transformer(config, dtype).apply({"params": params}, jnp.zeros((1, 1), jnp.int32), method="_embed")
+        embed = Transformer(config, dtype).apply({"params": params}, jnp.zeros((1, 1), jnp.int32), OPS, method="_embed")
         np.testing.assert_array_equal(np.asarray(embed, np.float32), np.float32(scale))
 
 
