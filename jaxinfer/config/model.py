@@ -172,6 +172,7 @@ class ModelConfig:
         size = self.latent.rope_dim if self.latent else self.head_dim
         require(rope.turning(size) <= size, f"rope dim is {rope.dim}, but a head has {size} features that may turn")
         pairs = rope.turning(size) // 2
+        require(rope.kind != "dynamic" or pairs > 1, f"rope of kind dynamic stretches no head of {2 * pairs} features")
         require(
             len(rope.long_factors) in (0, pairs), f"rope has {len(rope.long_factors)} long_factors for {pairs} pairs"
         )

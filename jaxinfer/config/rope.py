@@ -54,6 +54,11 @@ class RopeConfig:
             f"rope beta_slow {self.beta_slow} is not below beta_fast {self.beta_fast}",
         )
         require(
+            self.kind != "yarn" or (self.theta > 1 and self.beta_slow >= 1e-6),
+            f"rope of kind yarn has theta {self.theta} and beta_slow {self.beta_slow}; expected more than 1, and 1e-6 "
+            "or more",
+        )
+        require(
             self.dim is None or (isinstance(self.dim, int) and 0 < self.dim <= 2**16 and self.dim % 2 == 0),
             f"rope dim is {self.dim!r:.80}; expected an even number of features, 65536 at the most",
         )

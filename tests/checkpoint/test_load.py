@@ -199,6 +199,8 @@ def test_a_stretched_rope_in_a_gguf_tensor(tmp_path: Path):
     unstretched = {**tensors, "rope_freqs.weight": np.ones(8, np.float32)}
     assert load(gguf_model(tmp_path, "llama", unstretched), dtype="float32").config.rope.factor == 1.0
     other = {**tensors, "rope_freqs.weight": np.full(8, 4, np.float32)}
+    assert load(gguf_model(tmp_path, "llama", other), dtype="float32").config.rope.long_factors == (4.0,) * 8
+    other = {**tensors, "rope_freqs.weight": np.zeros(8, np.float32)}
     with pytest.raises(ConfigError, match=r"rope_freqs\.weight"):
         load(gguf_model(tmp_path, "llama", other), dtype="float32")
 

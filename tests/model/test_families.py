@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.errors import ConfigError
-from jaxinfer.model.families import config_from_gguf, config_from_hf, family_of, with_rope_factors
-from jaxinfer.model.rope import rope_frequencies
+from jaxinfer.model.families import config_from_gguf, config_from_hf, family_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -106,45 +104,13 @@ def test_attention_bias_is_on_the_output_projection_too():
     assert config.output_bias
 
 
-def test_every_spelling_of_a_stretched_rope_is_the_same():
-    old = without({**LLAMA3_ROPE, "type": "llama3"}, "rope_type")
-    spellings = [
-        {**LLAMA, "rope_scaling": LLAMA3_ROPE},
-        {**LLAMA, "rope_scaling": old},
-        {**LLAMA, "rope_scaling": {**LLAMA3_ROPE, "type": "llama3"}},
-        without(LLAMA, "rope_theta", "rope_scaling", rope_parameters={**LLAMA3_ROPE, "rope_theta": 500_000.0}),
-    ]
-    expected = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 128)
-    assert [config_from_hf(raw).rope for raw in spellings] == [expected] * 4
-
-
-def test_linear_and_default_rope():
-    linear = config_from_hf({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert linear.rope == RopeConfig(500_000.0, "linear", 2.0)
-    assert config_from_hf({**LLAMA, "rope_scaling": {"rope_type": "default"}}).rope == RopeConfig(500_000.0)
-
-
-@pytest.mark.parametrize(
-    ("rope", "named"),
-    [
-        ({"rope_type": "yarn", "factor": 2.0}, "yarn"),
-        ({"type": "dynamic", "factor": 2.0}, "dynamic"),
-        ({"rope_type": ["llama3"]}, "rope"),
-        ({"type": "linear", "rope_type": "llama3", "factor": 2.0}, "linear"),
-        ({"rope_type": "linear", "factor": 2.0, "attention_factor": 0.5}, "attention_factor"),
-        ({"rope_type": "linear"}, "factor"),
-        ({"rope_type": "linear", "factor": 0.5}, "factor"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (without(LLAMA3_ROPE, "low_freq_factor"), "low_freq_factor"),
-        (without(LLAMA3_ROPE, "original_max_position_embeddings"), "original_max_position_embeddings"),
-        ({**LLAMA3_ROPE, "factor": float("nan")}, "factor"),
-        ({**LLAMA3_ROPE, "low_freq_factor": 4.0}, "low_freq_factor"),
-        ("llama3", "rope_scaling"),
-    ],
-)
-def test_a_rope_that_nobody_implemented(rope: Any, named: str):
-    with pytest.raises(ConfigError, match=named):
-        config_from_hf({**LLAMA, "rope_scaling": rope})
+def test_the_rope_is_read_by_the_rules_of_ropes():
+    config = config_from_hf({**LLAMA, "rope_scaling": LLAMA3_ROPE})
+    assert config.rope == RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 128)
+    stretched = config_from_hf({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    assert (stretched.rope.kind, stretched.context) == ("dynamic", 4 * config.context)
+    with pytest.raises(ConfigError, match="partial_rotary_factor"):
+        config_from_hf({**LLAMA, "rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}})
 
 
 @pytest.mark.parametrize(
@@ -267,21 +233,10 @@ def test_gguf_ties_the_head_where_there_is_none():
     assert config_from_gguf(gguf_fields("llama"), {"token_embd.weight": (100, 64)}).tied_head
 
 
-def test_gguf_linear_rope():
-    fields = gguf_fields("llama", **{"rope.scaling.type": "linear", "rope.scaling.factor": 2.0})
-    assert config_from_gguf(fields, GGUF_SHAPES).rope == RopeConfig(500_000.0, "linear", 2.0)
-
-
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_gguf_divisors_of_the_rope_are_llama3s_rule(factor: float):
-    config = config_from_hf({**LLAMA, "head_dim": 64})
-    rope = RopeConfig(500_000.0, "llama3", factor, 1.0, 4.0, 8_192)
-    divisors = np.asarray(rope_frequencies(config.rope, 64, 8_192) / rope_frequencies(rope, 64, 8_192))
-    assert 1 < np.median(divisors) < factor
-    assert with_rope_factors(config, divisors).rope == rope
-    for wrong in (divisors[::-1], divisors[:-1], divisors * 1.01, divisors * np.nan, np.full(32, factor)):
-        with pytest.raises(ConfigError, match=r"rope_freqs\.weight"):
-            with_rope_factors(config, wrong)
+def test_gguf_stretched_rope():
+    fields = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    config = config_from_gguf(gguf_fields("llama", **fields), GGUF_SHAPES)
+    assert (config.rope.kind, config.rope.factor, config.context) == ("yarn", 4.0, 4 * config_from_hf(LLAMA).context)
 
 
 def test_gguf_gemma3_knows_what_the_file_does_not_say():
@@ -302,9 +257,7 @@ def test_gguf_gemma3_27b_scales_queries_by_width_over_heads():
     ("field", "value"),
     [
         ("expert_count", 8),
-        ("rope.scaling.type", "yarn"),
-        ("rope.scaling.factor", 4.0),
-        ("rope.scale_linear", 2.0),
+        ("rope.scaling.type", "ntk"),
         ("rope.dimension_count", 8),
         ("attention.scale", 0.01),
         ("residual_scale", 0.2),

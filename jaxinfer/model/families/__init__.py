@@ -12,12 +12,14 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import gemma3, llama
 from jaxinfer.model.families.fields import Fields
+from jaxinfer.model.families.gguf_ropes import ROPE_TENSORS, with_rope_factors
 from jaxinfer.model.families.leaves import Leaf, Naming, leaf_of
-from jaxinfer.model.families.llama import Shapes, with_rope_factors
+from jaxinfer.model.families.llama import Shapes
 
 __all__ = [
     "FAMILIES",
     "QUANTISATIONS",
+    "ROPE_TENSORS",
     "Family",
     "Leaf",
     "Naming",

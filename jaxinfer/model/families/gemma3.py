@@ -6,12 +6,15 @@ Sources: arXiv 2503.19786; transformers' Gemma3TextConfig; llama.cpp's `gemma3` 
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import llama
-from jaxinfer.model.families.fields import MAX_LAYERS, Fields, read_rope
+from jaxinfer.model.families.fields import MAX_LAYERS, Fields
+from jaxinfer.model.families.gguf_ropes import rope_from_gguf
 from jaxinfer.model.families.leaves import Naming
-from jaxinfer.model.families.llama import Shapes, rope_from_gguf
+from jaxinfer.model.families.llama import Shapes
+from jaxinfer.model.families.ropes import read_rope, rope_from_hf
 
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _PATTERN = 6
+_CONTEXT = 131_072
 _LAYERS_27B = 62
 
 HF = Naming(
@@ -43,9 +46,12 @@ def gemma3_from_hf(fields: Fields) -> ModelConfig:
     fields.expect("hidden_activation", "gelu_pytorch_tanh")
     fields.expect("use_bidirectional_attention", False)
     fields.expect("attn_logit_softcapping", None)  # a field that transformers reads and never applies
+    fields = Fields(
+        {**fields.raw, "max_position_embeddings": fields.whole("max_position_embeddings", _CONTEXT)}, fields.where
+    )
     width, layers = fields.whole("hidden_size"), fields.whole("num_hidden_layers", high=MAX_LAYERS)
-    heads = fields.whole("num_attention_heads")
-    rope, local_rope = _ropes_from_hf(fields)
+    heads, head_dim = fields.whole("num_attention_heads"), fields.whole("head_dim", 256)
+    rope, local_rope = _ropes_from_hf(fields, head_dim)
     bias = fields.flag("attention_bias", False)
     return ModelConfig(
         family="gemma3",
@@ -54,9 +60,9 @@ def gemma3_from_hf(fields: Fields) -> ModelConfig:
         layers=layers,
         heads=heads,
         kv_heads=fields.whole("num_key_value_heads", 4),
-        head_dim=fields.whole("head_dim", 256),
+        head_dim=head_dim,
         mlp_width=fields.whole("intermediate_size"),
-        context=fields.whole("max_position_embeddings", 131_072),
+        context=fields.whole("max_position_embeddings"),
         query_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
@@ -89,7 +95,7 @@ def _every(pattern: int, window: int, layers: int) -> tuple[int | None, ...]:
     return tuple(None if (layer + 1) % pattern == 0 else window for layer in range(layers))
 
 
-def _ropes_from_hf(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
+def _ropes_from_hf(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """The rotary embedding of the layers that see everything, and of those with a window.
 
     transformers 4 scales the first alone (`rope_scaling`); 5 has one object for each in `rope_parameters`.
@@ -98,11 +104,11 @@ def _ropes_from_hf(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
     local_theta = fields.number("rope_local_base_freq", _LOCAL_THETA)
     both = Fields(fields.mapping("rope_parameters"), f"{fields.where} rope_parameters")
     if not both.raw:
-        return read_rope(fields.mapping("rope_scaling"), theta, f"{fields.where} rope"), RopeConfig(theta=local_theta)
+        return rope_from_hf(fields, head_dim, theta=_GLOBAL_THETA), RopeConfig(theta=local_theta)
     if set(both.raw) != {"full_attention", "sliding_attention"}:
         raise ConfigError(f"{both.where} has {sorted(both.raw)}; expected full_attention and sliding_attention")
-    whole = read_rope(both.mapping("full_attention"), theta, both.where)
-    return whole, read_rope(both.mapping("sliding_attention"), local_theta, both.where)
+    whole = read_rope(fields, both.mapping("full_attention"), theta, both.where, head_dim)
+    return whole, read_rope(fields, both.mapping("sliding_attention"), local_theta, both.where, head_dim)
 
 
 def gemma3_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
@@ -110,7 +116,6 @@ def gemma3_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
     width, layers = fields.whole("gemma3.embedding_length"), fields.whole("gemma3.block_count", high=MAX_LAYERS)
     heads, head_dim = fields.whole("gemma3.attention.head_count"), fields.whole("gemma3.attention.key_length", 256)
     fields.expect("gemma3.attention.value_length", head_dim)
-    fields.expect("gemma3.rope.dimension_count", head_dim)
     fields.expect("gemma3.attn_logit_softcapping", None)
     # The 27B model alone scales by width / heads (168) instead of head_dim (128); no field says so.
     scalar = width / heads if layers == _LAYERS_27B else head_dim
@@ -127,7 +132,7 @@ def gemma3_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
         context=fields.whole("gemma3.context_length"),
         query_scale=scalar**-0.5,
         norm_eps=fields.number("gemma3.attention.layer_norm_rms_epsilon"),
-        rope=rope_from_gguf(fields, "gemma3", _GLOBAL_THETA),
+        rope=rope_from_gguf(fields, shapes, "gemma3", head_dim, theta=_GLOBAL_THETA),
         local_rope=RopeConfig(theta=fields.number("gemma3.rope.freq_base_swa", _LOCAL_THETA)),
         windows=_every(pattern, fields.whole("gemma3.attention.sliding_window"), layers),
         activation="gelu_tanh",

@@ -3,18 +3,14 @@
 Sources: transformers' LlamaConfig and MistralConfig; llama.cpp's `llama` architecture.
 """
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from functools import partial
 
-import numpy as np
-from jaxtyping import Float
-
-from jaxinfer.config import ModelConfig, RopeConfig
-from jaxinfer.errors import ConfigError
-from jaxinfer.model.families.fields import MAX_LAYERS, Fields, read_rope
+from jaxinfer.config import ModelConfig
+from jaxinfer.model.families.fields import MAX_LAYERS, Fields
+from jaxinfer.model.families.gguf_ropes import rope_from_gguf
 from jaxinfer.model.families.leaves import Naming, heads_apart
+from jaxinfer.model.families.ropes import rope_from_hf, stretched_context
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -61,7 +57,6 @@ GGUF = Naming(
 _UNIMPLEMENTED_HF = {
     "mlp_bias": False,
     "rope_interleaved": False,
-    "partial_rotary_factor": 1.0,
     "attention_multiplier": None,
     "residual_multiplier": 1.0,
     "embedding_multiplier": 1.0,
@@ -70,7 +65,6 @@ _UNIMPLEMENTED_HF = {
 """Fields of Llama's relatives, Granite's among them, that change the arithmetic, with the values that do not."""
 _UNIMPLEMENTED_GGUF = {
     "expert_count": 0,
-    "rope.scale_linear": 1.0,
     "attention.scale": None,
     "residual_scale": 1.0,
     "embedding_scale": 1.0,
@@ -104,6 +98,7 @@ def _from_hf(fields: Fields, family: str, windows: tuple[int | None, ...], bias:
         fields.expect(name, neutral)
     width, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     head_dim = fields.whole("head_dim", width // heads)
+    rope = rope_from_hf(fields, head_dim)
     return ModelConfig(
         family=family,
         vocab_size=fields.whole("vocab_size"),
@@ -113,21 +108,15 @@ def _from_hf(fields: Fields, family: str, windows: tuple[int | None, ...], bias:
         kv_heads=fields.whole("num_key_value_heads", heads),
         head_dim=head_dim,
         mlp_width=fields.whole("intermediate_size"),
-        context=fields.whole("max_position_embeddings"),
+        context=stretched_context(rope, fields.whole("max_position_embeddings")),
         query_scale=head_dim**-0.5,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope_from_hf(fields),
+        rope=rope,
         windows=windows,
         tied_head=fields.flag("tie_word_embeddings", False),
         attention_bias=bias,
         output_bias=bias,
     )
-
-
-def _rope_from_hf(fields: Fields) -> RopeConfig:
-    """transformers 4 writes `rope_theta` beside `rope_scaling`; 5 writes both into `rope_parameters`."""
-    spec = fields.mapping("rope_parameters") or fields.mapping("rope_scaling")
-    return read_rope(spec, fields.number("rope_theta", 10_000.0), f"{fields.where} rope")
 
 
 def llama_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
@@ -137,7 +126,7 @@ def llama_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
     width, heads = fields.whole("llama.embedding_length"), fields.whole("llama.attention.head_count")
     head_dim = fields.whole("llama.attention.key_length", width // heads)
     fields.expect("llama.attention.value_length", head_dim)
-    fields.expect("llama.rope.dimension_count", head_dim)
+    rope = rope_from_gguf(fields, shapes, "llama", head_dim)
     return ModelConfig(
         family="llama",
         vocab_size=shapes["token_embd.weight"][0],
@@ -147,44 +136,9 @@ def llama_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
         kv_heads=fields.whole("llama.attention.head_count_kv", heads),
         head_dim=head_dim,
         mlp_width=fields.whole("llama.feed_forward_length"),
-        context=fields.whole("llama.context_length"),
+        context=stretched_context(rope, fields.whole("llama.context_length")),
         query_scale=head_dim**-0.5,
         norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
-        rope=rope_from_gguf(fields, "llama", 10_000.0),
+        rope=rope,
         tied_head="output.weight" not in shapes,
     )
-
-
-def rope_from_gguf(fields: Fields, prefix: str, theta: float) -> RopeConfig:
-    """The rotary embedding of a GGUF file; only linear scaling has metadata of its own that we know."""
-    theta = fields.number(f"{prefix}.rope.freq_base", theta)
-    fields.expect(f"{prefix}.rope.scaling.type", "none", "linear")
-    fields.expect(f"{prefix}.rope.scaling.attn_factor", 1.0)
-    if fields.get(f"{prefix}.rope.scaling.type") != "linear":
-        fields.expect(f"{prefix}.rope.scaling.factor", 1.0)
-        return RopeConfig(theta=theta)
-    return RopeConfig(theta=theta, kind="linear", factor=fields.number(f"{prefix}.rope.scaling.factor"))
-
-
-def with_rope_factors(config: ModelConfig, factors: Float[np.ndarray, " half"]) -> ModelConfig:
-    """The configuration whose rope is stretched as `rope_freqs.weight` of a Llama 3.x GGUF file says.
-
-    The file holds what each frequency is divided by, and not the rule behind it. Every Llama 3.x has the same rule but
-    for its factor, which is the divisor of the lowest frequency. Raises ConfigError where that rule gives others.
-    """
-    if not np.all(np.isfinite(factors)) or factors.shape != (config.head_dim // 2,) or factors[-1] < 1:
-        raise ConfigError(
-            f"rope_freqs.weight of shape {factors.shape} holds no divisors of {config.head_dim // 2} phases"
-        )
-    rope = RopeConfig(config.rope.theta, "llama3", float(factors[-1]), 1.0, 4.0, 8_192)
-    if config.rope.kind != "default" or not np.allclose(factors, _llama3_factors(rope, config.head_dim), rtol=1e-4):
-        raise ConfigError("rope_freqs.weight stretches the rope in a way that is not Llama 3's; it is not implemented")
-    return dataclasses.replace(config, rope=rope)
-
-
-def _llama3_factors(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, " half"]:
-    """What llama3's rule divides each frequency by."""
-    frequencies = rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    turns = rope.original_context * frequencies / (2 * math.pi)
-    keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
-    return 1 / (keep + (1 - keep) / rope.factor)
