@@ -3,6 +3,6 @@
 Each folder holds `reference` (the meaning, in plain jnp), the fast forms (`xla` so far), and `shapes` (named real
 shapes that tests and benchmarks share). `dispatch` chooses a form. Only jax and jaxtyping are imported.
 
-The pool of one layer is [n, 2, k, b, c]: pages, keys then values, heads, tokens in a page, features. A page's head is
-one contiguous [b, c] matrix.
+The pool of one layer is [n, planes, k, b, c]: pages, keys then values, heads, tokens in a page, features. A page's head
+is one contiguous [b, c] matrix. `pages` tells what else a pool can be.
 """

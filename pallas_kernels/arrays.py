@@ -7,7 +7,7 @@ p  pages in a row's table                               c  features of a head
 
 from jaxtyping import Array, Float, Float32, Int32
 
-Pages = Float[Array, "n 2 k b c"]
+Pages = Float[Array, "n planes k b c"]
 Queries = Float[Array, "s t k g c"]
 NewKeys = Float[Array, "s t k c"]
 PageTable = Int32[Array, "s p"]

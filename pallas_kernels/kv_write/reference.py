@@ -3,17 +3,19 @@
 import jax.numpy as jnp
 
 from pallas_kernels.arrays import NewKeys, Pages, PageTable, Positions
+from pallas_kernels.pages import page_shape, planes_of
 
 
-def kv_write(pages: Pages, keys: NewKeys, values: NewKeys, page_table: PageTable, positions: Positions) -> Pages:
+def kv_write(pages: Pages, keys: NewKeys, values: NewKeys | None, page_table: PageTable, positions: Positions) -> Pages:
     """The pool with the step's keys and values stored in its dtype; tokens at position -1 are dropped. DONATES pages.
 
-    Position i of row s goes to page `page_table[s, i // b]`, slot i % b. No two rows may write the same slot.
+    Position i of row s goes to page `page_table[s, i // b]`, slot i % b. No two rows may write the same slot. values is
+    None for a pool of one plane.
     """
-    page_size = pages.shape[3]
+    count, _, _, page_size, _ = page_shape(pages)
     where = jnp.maximum(positions, 0)
     owners = jnp.take_along_axis(page_table, where // page_size, axis=1)
     # Past the end, and never -1: a scatter to -1 wraps round to the last page even with mode="drop".
-    owners = jnp.where(positions < 0, pages.shape[0], owners)
-    fresh = jnp.stack([keys, values], axis=2).astype(pages.dtype)  # [s, t, 2, k, c]
+    owners = jnp.where(positions < 0, count, owners)
+    fresh = planes_of(keys, values).astype(pages.dtype)
     return pages.at[owners, :, :, where % page_size].set(fresh, mode="drop")

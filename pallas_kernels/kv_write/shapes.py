@@ -13,6 +13,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     page_size: int = 64
+    planes: int = 2
 
     @property
     def table_width(self) -> int:
@@ -26,5 +27,7 @@ SHAPES: dict[str, Shape] = {
     "smollm2-135m prefill 512": Shape(1, 512, 0, 3, 64),
     "smollm2-135m chunk inside a page": Shape(1, 512, 100, 3, 64),
     "gemma3-270m prefill 32": Shape(1, 32, 64, 1, 256),
+    "deepseek-v3 decode 4, one plane": Shape(4, 1, 100, 1, 576, planes=1),
+    "deepseek-v3 prefill 128, one plane": Shape(1, 128, 32, 1, 576, planes=1),
     "llama3-8b prefill 128, pages of 16": Shape(1, 128, 48, 8, 128, page_size=16),
 }

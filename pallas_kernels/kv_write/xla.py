@@ -10,22 +10,25 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arrays import NewKeys, Pages, PageTable, Positions
 from pallas_kernels.kv_write import reference
+from pallas_kernels.pages import page_shape, planes_of
 
 
 @jax.jit
-def kv_write(pages: Pages, keys: NewKeys, values: NewKeys, page_table: PageTable, positions: Positions) -> Pages:
+def kv_write(pages: Pages, keys: NewKeys, values: NewKeys | None, page_table: PageTable, positions: Positions) -> Pages:
     """As the reference, where a row's positions are consecutive and its padding (-1) comes last. DONATES pages.
 
     Jitted, so that a model of many layers traces it once.
     """
     if positions.shape[1] == 1:
         return reference.kv_write(pages, keys, values, page_table, positions)
-    return _write_by_page(pages, keys, values, page_table, positions)
+    return _write_by_page(pages, planes_of(keys, values), page_table, positions)
 
 
-def _write_by_page(pages: Pages, keys: NewKeys, values: NewKeys, page_table: PageTable, positions: Positions) -> Pages:
+def _write_by_page(
+    pages: Pages, new: Float[Array, "s t planes k c"], page_table: PageTable, positions: Positions
+) -> Pages:
     """Read each page that the chunk touches, put the fresh slots in, write it back whole."""
-    page_size, (rows, tokens) = pages.shape[3], positions.shape
+    page_size, (rows, tokens) = page_shape(pages)[3], positions.shape
     spread = (tokens - 2) // page_size + 2  # most pages that a chunk touches
     start = jnp.maximum(positions[:, 0], 0)
     count = jnp.sum(positions >= 0, axis=1)
@@ -33,20 +36,20 @@ def _write_by_page(pages: Pages, keys: NewKeys, values: NewKeys, page_table: Pag
     token = touched[:, :, None] * page_size + jnp.arange(page_size) - start[:, None, None]
     fresh = ((token >= 0) & (token < count[:, None, None])).reshape(rows * spread, page_size)
     owners = jnp.take_along_axis(page_table, jnp.clip(touched, 0, page_table.shape[1] - 1), axis=1).reshape(-1)
-    both = jnp.stack([keys, values], axis=2).astype(pages.dtype)  # [s, t, 2, k, c]
-    incoming = jnp.concatenate([_lay_out(both[row], start[row] % page_size, spread, page_size) for row in range(rows)])
+    new = new.astype(pages.dtype)
+    incoming = jnp.concatenate([_lay_out(new[row], start[row] % page_size, spread, page_size) for row in range(rows)])
 
     def put(index: Array, pages: Pages) -> Pages:
         old = jax.lax.dynamic_index_in_dim(pages, owners[index], keepdims=False)
-        new = jnp.where(fresh[index][:, None], incoming[index], old)
-        return jax.lax.dynamic_update_index_in_dim(pages, new, owners[index], 0)
+        page = jnp.where(fresh[index][:, None], incoming[index], old)
+        return jax.lax.dynamic_update_index_in_dim(pages, page, owners[index], 0)
 
     return jax.lax.fori_loop(0, rows * spread, put, pages)
 
 
 def _lay_out(
-    chunk: Float[Array, "t 2 k c"], offset: Array, spread: int, page_size: int
-) -> Float[Array, "spread 2 k b c"]:
+    chunk: Float[Array, "t planes k c"], offset: Array, spread: int, page_size: int
+) -> Float[Array, "spread planes k b c"]:
     """The chunk's keys and values as `spread` whole pages, the first token in slot `offset` of the first page."""
     room = jnp.zeros((spread * page_size, *chunk.shape[1:]), chunk.dtype)
     room = jax.lax.dynamic_update_slice_in_dim(room, chunk, offset, axis=0)

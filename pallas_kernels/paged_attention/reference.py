@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
+from pallas_kernels.pages import page_shape
 
 
 def visible(positions: Positions, lengths: Lengths, keys: int, window: int | None) -> Bool[Array, "s t keys"]:
@@ -32,19 +33,23 @@ def paged_attention(
 ) -> Queries:
     """Attention of each query over its row's pages, in float32, returned in the queries' dtype.
 
+    In a pool of one plane the keys are the values, all of their features.
+
     The query at position i sees keys max(0, i - window + 1) .. i of those below the row's length. Slots that no query
     may see are never read: they may hold NaN, and table entries past the length may hold anything. A query that sees
     nothing (position -1, or a row of length 0) gets zeros. sinks (gpt-oss; arXiv 2309.17453): a logit per query head in
     the softmax beside the keys' own, whose value is 0.
     """
-    page_size, span = pages.shape[3], page_table.shape[1] * pages.shape[3]
+    page_size = page_shape(pages)[3]
+    span = page_table.shape[1] * page_size
     seen = visible(positions, lengths, span, window)
     row_reads = seen.any(axis=1)  # [s, keys]
     owned = row_reads.reshape(*page_table.shape, page_size).any(axis=-1)
-    gathered = pages[jnp.where(owned, page_table, 0)]  # [s, p, 2, k, b, c]
-    by_head = jnp.moveaxis(gathered, (2, 3), (0, 2)).astype(jnp.float32)  # [2, s, k, p, b, c]
+    gathered = pages[jnp.where(owned, page_table, 0)]  # [s, p, planes, k, b, c]
+    by_head = jnp.moveaxis(gathered, (2, 3), (0, 2)).astype(jnp.float32)  # [planes, s, k, p, b, c]
     by_head = by_head.reshape(*by_head.shape[:3], span, -1)
-    keys, values = jnp.where(row_reads[:, None, :, None], by_head, 0.0)
+    by_head = jnp.where(row_reads[:, None, :, None], by_head, 0.0)
+    keys, values = by_head[0], by_head[-1]  # the same in a pool of one plane
     scores = scale * jnp.einsum("stkgc,skxc->skgtx", queries.astype(jnp.float32), keys)
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     mask = seen[:, None, None]

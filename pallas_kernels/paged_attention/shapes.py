@@ -17,6 +17,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    planes: int = 2
 
     @property
     def table_width(self) -> int:
@@ -37,5 +38,7 @@ SHAPES: dict[str, Shape] = {
     "gpt-oss-20b decode 4 x 512, window 128, sinks": Shape(4, 1, 512, 8, 8, 64, window=128, sinks=True),
     "gpt-oss-20b last chunk of 512, window 128, sinks": Shape(1, 256, 512, 8, 8, 64, window=128, sinks=True),
     "gpt-oss-20b prefill 256, sinks": Shape(1, 256, 256, 8, 8, 64, sinks=True),
+    "deepseek-v3 decode 4 x 256, one plane": Shape(4, 1, 256, 1, 16, 576, planes=1),
+    "deepseek-v3 last chunk of 128, one plane": Shape(1, 64, 128, 1, 16, 576, planes=1),
     "llama3-8b decode 4 x 512, pages of 16": Shape(4, 1, 512, 8, 4, 128, page_size=16),
 }

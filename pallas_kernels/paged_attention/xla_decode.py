@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.arrays import Pages, Sinks
 from pallas_kernels.paged_attention.xla_pages import page_owners, read_page, silence
 from pallas_kernels.paged_attention.xla_softmax import Softmax, average, beginning, meet, merge
+from pallas_kernels.pages import keys_and_values, page_shape
 
 ROWS = 4
 """Rows attended together."""
@@ -71,7 +72,7 @@ def _attend(
     rows: Rows, pages: Pages, window: int | None, softcap: float | None, sinks: Sinks | None
 ) -> Float[Array, "i k g c"]:
     """Walk over the pages that some query sees, those of all rows in step."""
-    page_size = pages.shape[3]
+    page_size = page_shape(pages)[3]
     end = jnp.minimum(rows.positions + 1, rows.lengths)
     begin = jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0)
     first = begin // page_size
@@ -82,7 +83,11 @@ def _attend(
         key = page[:, None] * page_size + jnp.arange(page_size)
         seen = (key >= begin[:, None]) & (key < end[:, None])
         owners = page_owners(rows.page_table, page[:, None], (page * page_size < end)[:, None])[:, 0]
-        keys, values = (jnp.concatenate([read_page(pages, owner, which) for owner in owners]) for which in (0, 1))
+
+        def read(which: int) -> Float[Array, "i k b c"]:
+            return jnp.concatenate([read_page(pages, owner, which) for owner in owners])
+
+        keys, values = keys_and_values(pages, read)
         return merge(state, meet(rows.queries, keys, silence(values, seen), seen[:, None, None], softcap))
 
     return average(jax.lax.fori_loop(0, turns, turn, beginning(rows.queries, sinks)))

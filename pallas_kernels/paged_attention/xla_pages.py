@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.arrays import Pages
+from pallas_kernels.pages import page_shape
 
 
 def page_owners(
@@ -28,7 +29,7 @@ def silence(values: Float[Array, "i k y c"], seen: Bool[Array, "i y"]) -> Float[
 
 def read_page(pages: Pages, page: Int32[Array, ""], which: int) -> Float[Array, "1 k b c"]:
     """Keys (which = 0) or values (1) of a page in float32."""
-    _, _, k, b, c = pages.shape
+    _, _, k, b, c = page_shape(pages)
     return jax.lax.dynamic_slice(pages, (page, which, 0, 0, 0), (1, 1, k, b, c))[0].astype(jnp.float32)
 
 
@@ -37,7 +38,7 @@ def read_side_by_side(pages: Pages, owners: Int32[Array, "i m"], which: int) -> 
 
     Written into place: put together along an inner axis they would be copied number by number.
     """
-    _, _, k, b, c = pages.shape
+    _, _, k, b, c = page_shape(pages)
     room = jnp.zeros((owners.shape[0], k, owners.shape[1] * b, c))
     for row, owned in enumerate(owners):
         for place, page in enumerate(owned):

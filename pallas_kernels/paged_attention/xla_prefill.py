@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Sinks
 from pallas_kernels.paged_attention.xla_pages import page_owners, read_side_by_side, silence
 from pallas_kernels.paged_attention.xla_softmax import Softmax, average, beginning, meet, merge
+from pallas_kernels.pages import keys_and_values, page_shape
 
 QUERIES = 128
 """Most queries of a strip."""
@@ -76,7 +77,7 @@ def _meet_own(chunk: Chunk, pages: Pages, window: int | None, softcap: float | N
 
 def _read_own(chunk: Chunk, pages: Pages) -> tuple[Float[Array, "s k t c"], Float[Array, "s k t c"]]:
     """The chunk's own keys and values out of its pages, 0 where a token is padding."""
-    page_size, tokens = pages.shape[3], chunk.queries.shape[3]
+    page_size, tokens = page_shape(pages)[3], chunk.queries.shape[3]
     page = (chunk.start // page_size)[:, None] + jnp.arange((tokens - 2) // page_size + 2)
     owners = page_owners(chunk.page_table, page, page * page_size < (chunk.start + chunk.real)[:, None])
     written = jnp.arange(tokens) < chunk.real[:, None]
@@ -87,7 +88,7 @@ def _read_own(chunk: Chunk, pages: Pages) -> tuple[Float[Array, "s k t c"], Floa
         own = jnp.stack([jax.lax.dynamic_slice_in_dim(row, offset, tokens, axis=1) for row, offset in offsets])
         return silence(own, written)
 
-    return read(0), read(1)
+    return keys_and_values(pages, read)
 
 
 def _join_sinks(state: Softmax, chunk: Chunk, sinks: Sinks) -> Softmax:
@@ -98,7 +99,7 @@ def _join_sinks(state: Softmax, chunk: Chunk, sinks: Sinks) -> Softmax:
 
 def _meet_past(state: Softmax, chunk: Chunk, pages: Pages, window: int | None, softcap: float | None) -> Softmax:
     """`state` and what each query sees before the chunk, `KEYS` keys a turn."""
-    page_size, (rows, k, g, tokens, c) = pages.shape[3], chunk.queries.shape
+    page_size, (rows, k, g, tokens, c) = page_shape(pages)[3], chunk.queries.shape
     together = max(1, KEYS // page_size)
     begin = jnp.zeros_like(chunk.start) if window is None else jnp.maximum(chunk.start - window + 1, 0)
     first = begin // page_size
@@ -111,7 +112,7 @@ def _meet_past(state: Softmax, chunk: Chunk, pages: Pages, window: int | None, s
         key = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(rows, -1)
         past = (key >= begin[:, None]) & (key < chunk.start[:, None])
         owners = page_owners(chunk.page_table, page, page * page_size < chunk.start[:, None])
-        keys, values = (read_side_by_side(pages, owners, which) for which in (0, 1))
+        keys, values = keys_and_values(pages, lambda which: read_side_by_side(pages, owners, which))
         seen = past[:, None] if window is None else past[:, None] & (key[:, None] > position[:, :, None] - window)
         return merge(state, meet(queries, keys, silence(values, past), seen[:, None], softcap))
 

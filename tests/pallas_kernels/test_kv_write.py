@@ -13,28 +13,35 @@ from pallas_kernels.kv_write.shapes import SHAPES, Shape
 FORMS = {"reference": reference.kv_write, "xla": xla.kv_write}
 
 
-def make_call(shape: Shape, counts: list[int], starts: list[int], seed: int = 0) -> tuple[np.ndarray, ...]:
+def make_call(shape: Shape, counts: list[int], starts: list[int], seed: int = 0) -> tuple[Any, ...]:
     """A pool full of numbers, and `counts[i]` fresh tokens for row i from starts[i] on; the rest is NaN padding."""
     random = np.random.default_rng(seed)
     rows, width = len(counts), -(-(max(starts) + shape.tokens) // shape.page_size) + 1
-    pool = random.standard_normal((rows * width + 1, 2, shape.kv_heads, shape.page_size, shape.head_dim))
+    pool = random.standard_normal((rows * width + 1, shape.planes, shape.kv_heads, shape.page_size, shape.head_dim))
     table = random.permutation(len(pool))[: rows * width].reshape(rows, width)
     positions = np.full((rows, shape.tokens), -1)
-    fresh = np.full((2, rows, shape.tokens, shape.kv_heads, shape.head_dim), np.nan)
+    fresh = np.full((shape.planes, rows, shape.tokens, shape.kv_heads, shape.head_dim), np.nan)
     for row, (count, start) in enumerate(zip(counts, starts, strict=True)):
         positions[row, :count] = np.arange(start, start + count)
-        fresh[:, row, :count] = random.standard_normal((2, count, shape.kv_heads, shape.head_dim))
+        fresh[:, row, :count] = random.standard_normal((shape.planes, count, shape.kv_heads, shape.head_dim))
         unread = np.arange(width) * shape.page_size >= start + count
         table[row, unread] = random.choice([-1, 0, len(pool), 2**30], unread.sum())
-    fresh = fresh.astype(np.float32)
-    return pool.astype(np.float32), fresh[0], fresh[1], table.astype(np.int32), positions.astype(np.int32)
+    keys, *values = fresh.astype(np.float32)
+    return (
+        pool.astype(np.float32),
+        keys,
+        values[0] if values else None,
+        table.astype(np.int32),
+        positions.astype(np.int32),
+    )
 
 
 def by_hand(pool: np.ndarray, keys: np.ndarray, values: np.ndarray, table: np.ndarray, positions: np.ndarray) -> Any:
     expected, size = pool.copy(), pool.shape[3]
     for row, token in np.argwhere(positions >= 0):
         page, slot = table[row, positions[row, token] // size], positions[row, token] % size
-        expected[page, 0, :, slot], expected[page, 1, :, slot] = keys[row, token], values[row, token]
+        for plane, fresh in enumerate((keys,) if values is None else (keys, values)):
+            expected[page, plane, :, slot] = fresh[row, token]
     return expected
 
 
@@ -43,6 +50,8 @@ ROWS = {
     "whole pages": (Shape(1, 16, 0, 2, 4, 8), [16], [8]),
     "across pages, padded": (Shape(1, 16, 0, 2, 4, 8), [16, 5, 0, 1], [3, 6, 0, 15]),
     "two tokens": (Shape(1, 2, 0, 2, 4, 8), [2, 2, 1], [7, 0, 9]),
+    "one plane": (Shape(1, 16, 0, 1, 4, 8, planes=1), [16, 5, 0, 1], [3, 6, 0, 15]),
+    "one plane, decode": (Shape(1, 1, 0, 1, 4, 8, planes=1), [1, 1, 0, 1], [0, 23, 0, 8]),
     "all padding": (Shape(1, 16, 0, 2, 4, 8), [0, 0], [0, 0]),
 }
 
@@ -51,7 +60,7 @@ ROWS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_writes_the_owning_slots_and_no_other(form: str, name: str) -> None:
     call = make_call(*ROWS[name])
-    got = jax.jit(FORMS[form])(*map(jnp.asarray, call))
+    got = jax.jit(FORMS[form])(*jax.tree.map(jnp.asarray, call))
     np.testing.assert_array_equal(np.asarray(got), by_hand(*call))
 
 
@@ -60,7 +69,7 @@ def test_xla_equals_the_reference_on_real_shapes(name: str) -> None:
     shape = SHAPES[name]
     counts = [shape.tokens - row % 2 for row in range(min(shape.rows, 3))]
     call = make_call(shape, counts, [shape.start] * len(counts))
-    got = jax.jit(xla.kv_write)(*map(jnp.asarray, call))
+    got = jax.jit(xla.kv_write)(*jax.tree.map(jnp.asarray, call))
     np.testing.assert_array_equal(np.asarray(got), by_hand(*call))
 
 

@@ -33,7 +33,7 @@ def make_case(shape: Shape, lengths: list[int], seed: int = 0) -> Case:
     random = np.random.default_rng(seed)
     rows, width, size = len(lengths), -(-max(lengths) // shape.page_size) + 1, shape.page_size
     count = rows * width + 3
-    pages = np.full((count, 2, shape.kv_heads, size, shape.head_dim), np.nan, np.float32)
+    pages = np.full((count, shape.planes, shape.kv_heads, size, shape.head_dim), np.nan, np.float32)
     table = random.permutation(count)[: rows * width].reshape(rows, width).astype(np.int32)
     positions = np.full((rows, shape.tokens), -1, np.int32)
     for row, length in enumerate(lengths):
@@ -41,7 +41,7 @@ def make_case(shape: Shape, lengths: list[int], seed: int = 0) -> Case:
         positions[row, :tokens] = np.arange(length - tokens, length)
         first = 0 if shape.window is None else max(0, length - tokens - shape.window + 1)
         for key in range(first if tokens else length, length):
-            fresh = random.standard_normal((2, shape.kv_heads, shape.head_dim))
+            fresh = random.standard_normal((shape.planes, shape.kv_heads, shape.head_dim))
             pages[table[row, key // size], :, :, key % size] = fresh
         unread = np.arange(width) * size >= length
         table[row, unread] = random.choice([-7, -1, 0, count - 1, count, 2**30], unread.sum())
@@ -63,7 +63,7 @@ def by_hand(case: Case, shape: Shape, row: int, token: int, head: int, query: in
     slots = [
         (case.page_table[row, key // shape.page_size], key % shape.page_size) for key in range(first, position + 1)
     ]
-    keys, values = (np.array([case.pages[page, i, head, slot] for page, slot in slots], np.float64) for i in (0, 1))
+    keys, values = (np.array([case.pages[page, i, head, slot] for page, slot in slots], np.float64) for i in (0, -1))
     scores = keys @ case.queries[row, token, head, query].astype(np.float64) * shape.head_dim**-0.5
     if shape.softcap is not None:
         scores = shape.softcap * np.tanh(scores / shape.softcap)
@@ -80,10 +80,12 @@ SMALL = {
     "decode, softcap": (Shape(1, 1, 0, 2, 2, 8, 8, softcap=1.5), [24, 9]),
     "decode, sinks": (Shape(1, 1, 0, 2, 3, 8, 8, sinks=True), [1, 24, 7, 0, 8, 9, 23, 16, 2, 17, 11]),
     "decode, sinks, window, softcap": (Shape(1, 1, 0, 2, 3, 8, 8, 5, 1.5, sinks=True), [1, 24, 7, 0]),
+    "decode, one plane": (Shape(1, 1, 0, 1, 3, 8, 8, planes=1), [1, 24, 7, 0, 8, 9]),
     "prefill": (Shape(1, 20, 0, 2, 2, 8, 8), [20, 7, 0, 43]),
     "prefill, window": (Shape(1, 20, 0, 2, 2, 8, 8, window=6), [20, 7, 0, 43]),
     "prefill, sinks": (Shape(1, 20, 0, 2, 2, 8, 8, sinks=True), [20, 7, 0, 43]),
     "prefill, sinks, window, softcap": (Shape(1, 20, 0, 2, 2, 8, 8, 6, 1.5, sinks=True), [20, 7, 0, 43]),
+    "prefill, one plane": (Shape(1, 20, 0, 1, 2, 8, 8, planes=1), [20, 7, 0, 43]),
     "prefill of several strips": (Shape(1, 150, 0, 1, 2, 8, 16, softcap=5.0), [150, 201]),
     "prefill of several strips, window": (Shape(1, 150, 0, 1, 2, 8, 16, window=33), [150, 201]),
 }
