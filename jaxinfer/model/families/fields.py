@@ -16,15 +16,24 @@ MAX_WHOLE = 2**31 - 1
 class Fields:
     """A mapping whose values are checked as they are read; null counts as absent, as in Hugging Face's files.
 
-    Every method raises ConfigError naming the field, what it got and what it expected.
+    Every method raises ConfigError naming the field, what it got and what it expected. `used` collects the names that
+    were asked for, so that what nobody read can be told.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
         self.where = where
+        self.used: set[str] = set()
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
+        """The same fields, where one that is not there at all has the default; one that is null stays null."""
+        filled = Fields({**defaults, **self.raw}, self.where)
+        filled.used = self.used
+        return filled
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value as it is, or `default` where it is absent."""
+        self.used.add(name)
         value = self.raw.get(name)
         return default if value is None else value
 
