@@ -36,25 +36,34 @@ class Tensors(Protocol):
 def read_as(tensors: Tensors, name: str, dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
     """The tensor `name` in `dtype`. The host holds it once, and one piece of it as it is read.
 
-    The axes lie in memory as the reader has them, so that a reader that transposes costs no copy.
+    The axes lie in memory as the reader has them, so that a reader that transposes costs no copy. Raises
+    CheckpointError where the tensor cannot be read, or overflows while it is decoded.
     """
     shape = tensors.shapes[name]
     if len(shape) < 2:
-        return tensors.read(name).astype(dtype, copy=False)
+        return _read(tensors, name, 0, None).astype(dtype, copy=False)
     whole = None
     for start, stop in pieces(shape):
-        piece = tensors.read(name, start, stop)
+        piece = _read(tensors, name, start, stop)
         whole = _empty_like(piece, shape, dtype) if whole is None else whole
         whole[start:stop] = piece
     return empty(shape, dtype) if whole is None else whole
 
 
 def equal(tensors: Tensors, one: str, other: str) -> bool:
-    """Whether two tensors hold the same values."""
+    """Whether two tensors hold the same values. Raises as `read_as` does."""
     shape = tensors.shapes[one]
     return shape == tensors.shapes[other] and all(
-        np.array_equal(tensors.read(one, *rows), tensors.read(other, *rows)) for rows in pieces(shape)
+        np.array_equal(_read(tensors, one, *rows), _read(tensors, other, *rows)) for rows in pieces(shape)
     )
+
+
+def _read(tensors: Tensors, name: str, start: int, stop: int | None) -> Shaped[np.ndarray, "..."]:
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            return tensors.read(name, start, stop)
+    except FloatingPointError as error:
+        raise CheckpointError(f"tensor {name!r} holds numbers that are not finite ({error}); it is damaged") from error
 
 
 def pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
