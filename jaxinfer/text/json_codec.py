@@ -6,30 +6,34 @@ with byte fallback). Knows nothing of BOS rules or chat.
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from jaxinfer.errors import CheckpointError
 from jaxinfer.text.codec import METASPACE, ControlTokens, Place, is_marker
+from jaxinfer.text.settings import CONFIG, NOTHING_SAID, AddedToken, TokenizerSettings, added_token
 
 SpellingToBytes = Callable[[str], bytes]
 
 
 class JsonCodec:
-    """One parsed `tokenizer.json` with the fields of `tokenizer_config.json` that matter beside it.
+    """One parsed `tokenizer.json` with what `settings` say beside it.
 
-    Raises CheckpointError where it is damaged, or where its decoder is not one whose tokens have bytes of their own.
+    Raises CheckpointError where it is damaged, where the settings contradict it, or where its decoder is not one whose
+    tokens have bytes of their own.
     """
 
-    def __init__(self, source: str, config: Mapping[str, Any]) -> None:
-        self._source = source
-        layout = _parse(source)
+    def __init__(self, source: str, settings: TokenizerSettings = NOTHING_SAID) -> None:
+        parsed = _parse(source)
+        layout = _merged(parsed, settings)
+        self._source = source if layout is parsed else json.dumps(layout, ensure_ascii=False)
         backend = _backend(layout)
         self._to_bytes, self.drops_space = _decoder(layout)
         self._spellings = _spellings(backend)
-        self._added = {item["id"]: item for item in layout.get("added_tokens") or []}
-        self.controls = _controls(backend, self._added, config)
+        self._added = _added(backend, layout)
+        self.controls = _controls(backend, self._added, settings)
         plain = _without_reserved(layout, self.controls)
         later = _without_first_prefix(plain)
         self._first = backend if plain == layout else _backend(plain)
@@ -54,7 +58,7 @@ class JsonCodec:
         return self._to_bytes(spelling)
 
     def files(self) -> dict[str, bytes]:
-        """The `tokenizer.json` file."""
+        """The `tokenizer.json` file, with what the settings changed of it."""
         return {"tokenizer.json": self._source.encode()}
 
 
@@ -68,8 +72,43 @@ def _parse(source: str) -> dict[str, Any]:
     for name, kind in (("added_tokens", list), ("decoder", dict)):
         if not isinstance(layout.get(name), kind | None):
             raise CheckpointError(f"tokenizer.json: {name} is a {type(layout[name]).__name__}, not a {kind.__name__}")
+    for item in layout.get("added_tokens") or []:
+        added_token(item, "tokenizer.json")
     _check_ids(layout)
     return {**layout, "truncation": None, "padding": None}
+
+
+def _merged(layout: dict[str, Any], settings: TokenizerSettings) -> dict[str, Any]:
+    """The file with the tokens that the settings add, and the flags that they override."""
+    entries = {item["content"]: item for item in layout.get("added_tokens") or []}
+    ids = _vocabulary(layout) | {spelling: item["id"] for spelling, item in entries.items()}
+    merged, size = dict(entries), max(ids.values(), default=-1) + 1
+    for token, added in sorted(settings.added.items()):
+        expected = ids.setdefault(added.content, size)
+        if token != expected:
+            raise CheckpointError(
+                f"token {added.content!r:.40} is added as {token}; tokenizer.json makes it {expected}"
+            )
+        size = max(size, token + 1)
+        merged[added.content] = {"id": token, **asdict(added)}
+    for spelling in settings.named | {settings.bos, settings.eos}:
+        if spelling in merged:
+            merged[spelling] = {**merged[spelling], "special": True}
+        elif spelling in ids and spelling in (settings.bos, settings.eos):
+            merged[spelling] = {"id": ids[spelling], **asdict(AddedToken(spelling, special=True))}
+    for spelling in filter(None, (settings.bos, settings.eos, *settings.listed)):
+        if spelling not in ids:
+            raise CheckpointError(f"{CONFIG} names the token {spelling!r:.60}, which tokenizer.json does not hold")
+    added = sorted(merged.values(), key=lambda item: item["id"])
+    return layout if merged == entries else {**layout, "added_tokens": added}
+
+
+def _vocabulary(layout: Mapping[str, Any]) -> dict[str, int]:
+    """Ids by spelling, of the model alone: an object, or (Unigram) a list of pieces with their scores."""
+    vocabulary = layout["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        return dict(vocabulary)
+    return {str(entry[0]): token for token, entry in enumerate(vocabulary or []) if isinstance(entry, list) and entry}
 
 
 def _backend(layout: Mapping[str, Any]) -> Backend:
@@ -77,6 +116,18 @@ def _backend(layout: Mapping[str, Any]) -> Backend:
         return Backend.from_str(json.dumps(layout))
     except Exception as error:  # the package raises bare Exception for every malformed file
         raise CheckpointError(f"tokenizer.json does not load: {error}") from None
+
+
+def _added(backend: Backend, layout: Mapping[str, Any]) -> dict[int, Any]:
+    """The file's added tokens by id. The package numbers them in order, whatever the file says: it must be the same."""
+    added = {item["id"]: {**asdict(AddedToken("")), **item} for item in layout.get("added_tokens") or []}
+    for token, item in added.items():
+        if backend.token_to_id(item["content"]) != token:
+            raise CheckpointError(
+                f"tokenizer.json gives {item['content']!r:.40} the id {token}; by its place it is "
+                f"{backend.token_to_id(item['content'])}"
+            )
+    return added
 
 
 def _spellings(backend: Backend) -> list[str]:
@@ -158,34 +209,23 @@ def _strips_one_space(step: Mapping[str, Any]) -> bool:
 # ---- control tokens --------------------------------------------------------------------------------------------------
 
 
-def _spelling(entry: Any) -> str:
-    """A token of `tokenizer_config.json`: a string, an object with `content`, or null."""
-    spelling = (entry.get("content") if isinstance(entry, dict) else entry) or ""
-    if not isinstance(spelling, str) or any("\ud800" <= letter <= "\udfff" for letter in spelling):
-        raise CheckpointError(f"tokenizer_config.json names the token {spelling!r:.60}; expected Unicode text")
-    return spelling
-
-
-def _controls(backend: Backend, added: Mapping[int, Any], config: Mapping[str, Any]) -> ControlTokens:
+def _controls(backend: Backend, added: Mapping[int, Any], settings: TokenizerSettings) -> ControlTokens:
     special = {item["content"]: token for token, item in added.items() if item["special"]}
-    bos, eos = _spelling(config.get("bos_token")), _spelling(config.get("eos_token"))
-    for spelling in filter(None, (bos, eos)):
-        token = backend.token_to_id(spelling)
-        if token is None:
-            raise CheckpointError(f"tokenizer_config.json names {spelling!r:.60}, which tokenizer.json does not hold")
-        special[spelling] = token
     markers = {
         item["content"]: token
         for token, item in added.items()
         if item["content"] not in special and is_marker(item["content"])
     }
+    for item in added.values():
+        if item["single_word"] and item["content"] in special | markers:
+            raise CheckpointError(f"token {item['content']!r:.40} is a single_word; that is not implemented")
     leading = "".join(backend.encode("", add_special_tokens=True).tokens[:1])
-    adds_bos = config.get("add_bos_token")
+    bos, adds_bos = settings.bos, settings.adds_bos
     if adds_bos is None:
         adds_bos = leading in special and leading == (bos or leading)
         bos = bos or (leading if adds_bos else "")
     strips = {item["content"]: (item["lstrip"], item["rstrip"]) for item in added.values()}
-    return ControlTokens(special, markers, bos, eos, bool(adds_bos and bos), strips)
+    return ControlTokens(special, markers, bos, settings.eos, bool(adds_bos and bos), strips)
 
 
 def _without_reserved(layout: Mapping[str, Any], controls: ControlTokens) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from jaxinfer.errors import CheckpointError
 from jaxinfer.text.codec import METASPACE, ControlTokens, Place, is_marker
+from jaxinfer.text.settings import CONFIG, NOTHING_SAID, AddedToken, TokenizerSettings
 
 _proto: Any = sentencepiece_model_pb2
 _Kind = _proto.ModelProto.SentencePiece
@@ -18,13 +19,18 @@ _BPE = _proto.TrainerSpec.BPE
 
 
 class SentencePieceCodec:
-    """One parsed `.model`. Raises CheckpointError where it is damaged or decodes in a way that is not byte-exact."""
+    """One parsed `.model` with what `settings` say beside it.
 
-    def __init__(self, model: bytes) -> None:
-        self._model = model
+    Raises CheckpointError where it is damaged, where the settings contradict it, or where it decodes in a way that is
+    not byte-exact.
+    """
+
+    def __init__(self, model: bytes, settings: TokenizerSettings = NOTHING_SAID) -> None:
         proto = _parse(model)
+        changed = _add(proto, settings)
+        self._model = proto.SerializeToString() if changed else model
         self._pieces = [(piece.piece, piece.type) for piece in proto.pieces]
-        self.controls = _controls(proto)
+        self.controls = _controls(proto, settings)
         normalizer = proto.normalizer_spec
         self.drops_space = normalizer.add_dummy_prefix or normalizer.remove_extra_whitespaces
         _make_markers_unspeakable(proto)
@@ -51,7 +57,7 @@ class SentencePieceCodec:
         return spelling.replace(METASPACE, " ").encode()
 
     def files(self) -> dict[str, bytes]:
-        """The `.model` file."""
+        """The `.model` file, with what the settings changed of it."""
         return {"tokenizer.model": self._model}
 
 
@@ -79,7 +85,41 @@ def _is_byte(spelling: str) -> bool:
     return spelling == f"<0x{digits}>" and len(digits) == 2 and set(digits) <= set("0123456789ABCDEF")
 
 
-def _controls(proto: Any) -> ControlTokens:
+def _add(proto: Any, settings: TokenizerSettings) -> bool:
+    """Put the added tokens into the model, and mark those that have a name as control pieces; True where it changed."""
+    before = proto.SerializeToString(deterministic=True)
+    for token, added in sorted(settings.added.items()):
+        if token == len(proto.pieces):
+            proto.pieces.add(piece=added.content, score=0.0)
+        _mark(proto, token, added)
+    ids = {piece.piece: piece for piece in proto.pieces}
+    for spelling in settings.named & ids.keys():
+        if ids[spelling].type == _Kind.USER_DEFINED or spelling in (settings.bos, settings.eos):
+            ids[spelling].type = _Kind.CONTROL
+    for spelling in filter(None, (settings.bos, settings.eos, *settings.listed)):
+        if spelling not in ids:
+            raise CheckpointError(f"{CONFIG} names the token {spelling!r:.60}, which tokenizer.model does not hold")
+    return before != proto.SerializeToString(deterministic=True)
+
+
+def _mark(proto: Any, token: int, added: AddedToken) -> None:
+    """Give the piece `token` the flags of `added`, which must have its spelling."""
+    if token >= len(proto.pieces):
+        raise CheckpointError(f"token {added.content!r:.40} is added as {token}; the next id is {len(proto.pieces)}")
+    piece = proto.pieces[token]
+    if added.content not in (piece.piece, piece.piece.replace(METASPACE, " ")):
+        raise CheckpointError(
+            f"token {token} is added as {added.content!r:.40}; in tokenizer.model it is {piece.piece!r:.40}"
+        )
+    if added.single_word:
+        raise CheckpointError(f"token {added.content!r:.40} is a single_word; that is not implemented")
+    if piece.type != _Kind.UNKNOWN:
+        piece.type = _Kind.CONTROL if added.special else _Kind.USER_DEFINED
+    if piece.type == _Kind.USER_DEFINED and not is_marker(added.content):
+        piece.piece = added.content.replace(" ", METASPACE)
+
+
+def _controls(proto: Any, settings: TokenizerSettings) -> ControlTokens:
     special, markers = {}, {}
     for index, piece in enumerate(proto.pieces):
         if piece.type in (_Kind.CONTROL, _Kind.UNKNOWN):
@@ -87,9 +127,11 @@ def _controls(proto: Any) -> ControlTokens:
         elif piece.type == _Kind.USER_DEFINED and is_marker(piece.piece):
             markers[piece.piece] = index
     trainer = proto.trainer_spec
-    bos = trainer.bos_piece if trainer.bos_piece in special else ""
-    eos = trainer.eos_piece if trainer.eos_piece in special else ""
-    return ControlTokens(special, markers, bos, eos, adds_bos=bool(bos))
+    bos = settings.bos or (trainer.bos_piece if trainer.bos_piece in special else "")
+    eos = settings.eos or (trainer.eos_piece if trainer.eos_piece in special else "")
+    adds_bos = bool(bos) if settings.adds_bos is None else settings.adds_bos and bool(bos)
+    strips = {added.content: (added.lstrip, added.rstrip) for added in settings.added.values()}
+    return ControlTokens(special, markers, bos, eos, adds_bos, strips)
 
 
 def _make_markers_unspeakable(proto: Any) -> None:

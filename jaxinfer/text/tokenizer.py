@@ -6,24 +6,27 @@ codec reads which file. Does not know how a codec splits text.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.errors import CheckpointError, RequestError
 from jaxinfer.text.codec import Codec, Place
 from jaxinfer.text.gguf_bpe import json_from_gguf
+from jaxinfer.text.gguf_settings import gguf_settings, without_padding
 from jaxinfer.text.json_codec import JsonCodec
 from jaxinfer.text.reserved import ReservedTokens
 from jaxinfer.text.sentencepiece_codec import SentencePieceCodec, model_from_gguf
+from jaxinfer.text.settings import CONFIG, NOTHING_SAID, AddedToken, TokenizerSettings, read_settings
 
 
 class TextTokenizer:
     """A codec with the shared rules on top; implements the `Tokenizer` protocol, whose docstrings hold here.
 
-    `adds_bos` and `eos_ids` override what the codec's file says.
+    `eos_ids` are ends of a text beside the codec's own.
     """
 
-    def __init__(self, codec: Codec, *, adds_bos: bool | None = None, eos_ids: Sequence[int] = ()) -> None:
+    def __init__(self, codec: Codec, *, eos_ids: Sequence[int] = ()) -> None:
         controls = codec.controls
         self._codec = codec
         self._special = controls.special
@@ -31,7 +34,7 @@ class TextTokenizer:
         self._reserved = controls.special | controls.markers
         self._finder = ReservedTokens(self._reserved, controls.strips)
         self._bos = controls.special.get(controls.bos)
-        self._adds_bos = (controls.adds_bos if adds_bos is None else adds_bos) and self._bos is not None
+        self._adds_bos = controls.adds_bos and self._bos is not None
         self._eos_ids = frozenset(eos_ids) | {controls.special[eos] for eos in (controls.eos,) if eos}
         for token in self._eos_ids:
             if not (isinstance(token, int) and 0 <= token < codec.size):
@@ -115,13 +118,25 @@ class TextTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """File names and contents from which `load_tokenizer` makes an equal tokenizer."""
-        config = {
+        config: dict[str, Any] = {
             "bos_token": self.bos_token or None,
             "eos_token": self.eos_token or None,
             "add_bos_token": self._adds_bos,
             "eos_token_ids": sorted(self._eos_ids),
         }
-        return {**self._codec.files(), "tokenizer_config.json": json.dumps(config, indent=2).encode()}
+        files = self._codec.files()
+        if "tokenizer.json" not in files and (flagged := self._stripping()):
+            config["added_tokens_decoder"] = flagged
+        return {**files, CONFIG: json.dumps(config, indent=2).encode()}
+
+    def _stripping(self) -> dict[str, Any]:
+        """The tokens that swallow white space, which a SentencePiece model has no field for."""
+        tokens = ((spelling, *sides) for spelling, sides in self._codec.controls.strips.items() if any(sides))
+        return {
+            str(self._reserved[spelling]): asdict(AddedToken(spelling, spelling in self._special, left, right))
+            for spelling, left, right in tokens
+            if spelling in self._reserved
+        }
 
 
 def _check_text(text: str) -> None:
@@ -136,65 +151,43 @@ def _check_text(text: str) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def from_sentencepiece(source: Path | str | bytes, config: Mapping[str, Any] | None = None) -> TextTokenizer:
-    """A SentencePiece `.model`, by path or content; `config` is the content of a `tokenizer_config.json`.
-
-    BOS is added unless the model has none or `config` says `add_bos_token: false`.
-    """
+def from_sentencepiece(source: Path | str | bytes, settings: TokenizerSettings = NOTHING_SAID) -> TextTokenizer:
+    """A SentencePiece `.model`, by path or content; BOS is added unless it has none or the settings forbid it."""
     model = source if isinstance(source, bytes) else _read(Path(source))
-    config = config or {}
-    return TextTokenizer(
-        SentencePieceCodec(model), adds_bos=config.get("add_bos_token"), eos_ids=config.get("eos_token_ids") or ()
-    )
+    return TextTokenizer(SentencePieceCodec(model, settings), eos_ids=settings.eos_ids)
 
 
 def from_tokenizer_json(path: Path | str) -> TextTokenizer:
-    """A `tokenizer.json`, or the directory that holds one; `tokenizer_config.json` beside it is honoured.
+    """A `tokenizer.json`, or the directory that holds one; what stands beside it is honoured as `settings` tells.
 
     BOS is added where `add_bos_token` says so, or, without that field, where the file's post-processor does.
     """
     path = Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path
-    return _from_json(_decode(_read(path), path.name), _read_config(path.parent))
+    return _from_json(_decode(_read(path), path.name), read_settings(path.parent))
 
 
-def _from_json(source: str, config: Mapping[str, Any]) -> TextTokenizer:
-    return TextTokenizer(JsonCodec(source, config), eos_ids=config.get("eos_token_ids") or ())
+def _from_json(source: str, settings: TokenizerSettings) -> TextTokenizer:
+    return TextTokenizer(JsonCodec(source, settings), eos_ids=settings.eos_ids)
 
 
 def from_gguf(fields: Mapping[str, Any]) -> TextTokenizer:
     """The tokenizer inside a GGUF file, from its metadata as plain Python values.
 
-    `tokenizer.ggml.model` gpt2 is byte-level BPE, llama is SentencePiece. The end-of-text ids are `eos_token_id`,
-    `eot_token_id` and `eom_token_id`. Raises CheckpointError for what is missing, damaged or of another kind.
+    `tokenizer.ggml.model` gpt2 is byte-level BPE, llama is SentencePiece. A text ends with `eos_token_id`,
+    `eot_token_id`, `eom_token_id`, and the control tokens that are known to end a turn. Raises CheckpointError for what
+    is missing, damaged or of another kind.
     """
     kind, tokens = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.tokens")
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(f"tokenizer.ggml.model is {kind!r:.40}; expected gpt2 or llama")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise CheckpointError("tokenizer.ggml.tokens is no list of strings; fetch the file again")
-    config = _gguf_config(fields, tokens)
+    fields = without_padding(fields)
+    settings = gguf_settings(fields, fields["tokenizer.ggml.tokens"])
     if kind == "llama":
-        return from_sentencepiece(model_from_gguf(fields), config)
-    return _from_json(json_from_gguf(fields), config)
-
-
-def _gguf_config(fields: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """The metadata's BOS and EOS as a `tokenizer_config.json`; absent, BOS is added as llama.cpp does."""
-    ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "unknown")}
-    for name, token in ids.items():
-        if token is not None and not (isinstance(token, int) and 0 <= token < len(tokens)):
-            raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {token!r:.40}; expected 0 to {len(tokens) - 1}")
-    by_default = fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in (
-        "llama-bpe",
-        "llama3",
-    )
-    return {
-        "bos_token": None if ids["bos"] is None else tokens[ids["bos"]],
-        "eos_token": None if ids["eos"] is None else tokens[ids["eos"]],
-        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", by_default)),
-        "eos_token_ids": [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None],
-    }
+        return from_sentencepiece(model_from_gguf(fields), settings)
+    return _from_json(json_from_gguf(fields), settings)
 
 
 def load_tokenizer(directory: Path | str) -> TextTokenizer:
@@ -203,7 +196,9 @@ def load_tokenizer(directory: Path | str) -> TextTokenizer:
     if (directory / "tokenizer.json").is_file():
         return from_tokenizer_json(directory)
     if (directory / "tokenizer.model").is_file():
-        return from_sentencepiece(directory / "tokenizer.model", _read_config(directory))
+        return from_sentencepiece(directory / "tokenizer.model", read_settings(directory))
+    if (directory / "tekken.json").is_file():
+        raise CheckpointError(f"{directory.name} holds a tekken.json alone; put the model's tokenizer.json beside it")
     raise CheckpointError(f"{directory.name} holds no tokenizer; expected tokenizer.json or tokenizer.model")
 
 
@@ -219,21 +214,3 @@ def _decode(data: bytes, name: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{name} is not UTF-8 ({error.reason}); fetch it again") from None
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(_decode(_read(path), path.name))
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is not JSON ({error}); fetch it again") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path.name} holds a {type(config).__name__}; expected an object")
-    if not isinstance(adds := config.get("add_bos_token"), bool | None):
-        raise CheckpointError(f"{path.name}: add_bos_token is {adds!r:.40}; expected true or false")
-    ends = config.get("eos_token_ids")
-    if ends is not None and not (isinstance(ends, list) and all(isinstance(token, int) for token in ends)):
-        raise CheckpointError(f"{path.name}: eos_token_ids is {ends!r:.40}; expected a list of whole numbers")
-    return config
