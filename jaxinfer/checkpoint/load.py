@@ -110,7 +110,7 @@ def _load_gguf(path: Path, dtype: str, shardings: Shardings | None, progress: Pr
     factors = {name: tensors.read(name) for name in ROPE_TENSORS if name in tensors.shapes}
     config = with_rope_factors(config, factors)
     template = tensors.fields.get("tokenizer.chat_template")
-    naming, tokenizer = family_of(config.family).gguf, from_gguf(tensors.fields)
+    naming, tokenizer = family_of(config.family).gguf.naming, from_gguf(tensors.fields)
     return Checkpoint(
         name=path.stem,
         config=config,
@@ -126,7 +126,7 @@ def _load_hf(path: Path, dtype: str, shardings: Shardings | None, progress: Prog
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     config, tokenizer = config_from_hf(raw), load_tokenizer(path)
     tensors, scales = decoded(SafetensorsDirectory(path), raw)
-    naming = family_of(config.family).hf
+    naming = family_of(config.family).hf.naming
     config, unused = _settle_head(config, tensors, naming)
     ends = [eos_ids(where.get("eos_token_id"), "eos_token_id") for where in (raw, generation)]
     return Checkpoint(

@@ -190,8 +190,8 @@ def test_a_gguf_tensor_that_does_not_fit_is_named(tmp_path: Path):
     tensors = gguf_tensors("llama", hf_weights("llama"))
     with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight is missing"):
         load(gguf_model(tmp_path, "llama", drop("blk.1.ffn_up.weight")(tensors)), dtype="float32")
-    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.bias of shape \(64,\) is surplus"):
-        load(gguf_model(tmp_path, "llama", {**tensors, "blk.0.attn_q.bias": np.ones(64, np.float32)}), dtype="float32")
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.scale of shape \(64,\) is surplus"):
+        load(gguf_model(tmp_path, "llama", {**tensors, "blk.0.attn_q.scale": np.ones(64, np.float32)}), dtype="float32")
 
 
 def test_a_stretched_rope_in_a_gguf_tensor(tmp_path: Path):
@@ -224,8 +224,8 @@ def test_a_damaged_config(tmp_path: Path):
 
 
 def test_a_config_that_nobody_implemented(tmp_path: Path):
-    with pytest.raises(ConfigError, match="mlp_bias"):
-        load(hf_model(tmp_path, mlp_bias=True), dtype="float32")
+    with pytest.raises(ConfigError, match="clip_qkv"):
+        load(hf_model(tmp_path, clip_qkv=8.0), dtype="float32")
 
 
 @settings(max_examples=20)

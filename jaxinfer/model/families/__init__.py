@@ -5,16 +5,16 @@ switches of `ModelConfig`. A new family is a new row here and a module with its 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import ConfigError
-from jaxinfer.model.families import gemma3, llama
+from jaxinfer.model.families import gemma, gemma3, granite, llama, olmo2, phi3, smollm3
 from jaxinfer.model.families.fields import Fields
 from jaxinfer.model.families.gguf_ropes import ROPE_TENSORS, with_rope_factors
 from jaxinfer.model.families.leaves import Leaf, Naming, leaf_of
-from jaxinfer.model.families.llama import Shapes
+from jaxinfer.model.families.sizes import Shapes
+from jaxinfer.model.families.unread import unread_of_gguf, unread_of_hf
 
 __all__ = [
     "FAMILIES",
@@ -27,6 +27,8 @@ __all__ = [
     "config_from_hf",
     "family_of",
     "leaf_of",
+    "read_gguf",
+    "read_hf",
     "with_rope_factors",
 ]
 
@@ -34,56 +36,87 @@ QUANTISATIONS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
 """Methods of `quantization_config` that `checkpoint` decodes while it loads."""
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One row. `gguf_architecture` is None where another row's GGUF files carry this family's models."""
+class HuggingFace(NamedTuple):
+    """How a family looks in a Hugging Face directory."""
+
+    architecture: str
+    model_type: str
+    config: Callable[[Fields], ModelConfig]
+    naming: Naming
+
+
+class GGUF(NamedTuple):
+    """How a family looks in a GGUF file; `architecture` is None where another row's files carry its models."""
+
+    architecture: str | None
+    config: Callable[[Fields, Shapes], ModelConfig]
+    naming: Naming
+
+
+class Family(NamedTuple):
+    """One row."""
 
     name: str
-    hf_architecture: str
-    hf_model_type: str
-    hf_config: Callable[[Fields], ModelConfig]
-    hf: Naming
-    gguf_architecture: str | None
-    gguf_config: Callable[[Fields, Shapes], ModelConfig]
-    gguf: Naming
+    hf: HuggingFace
+    gguf: GGUF
 
 
 FAMILIES = (
     Family(
-        name="llama",
-        hf_architecture="LlamaForCausalLM",
-        hf_model_type="llama",
-        hf_config=llama.llama_from_hf,
-        hf=llama.HF,
-        gguf_architecture="llama",
-        gguf_config=llama.llama_from_gguf,
-        gguf=llama.GGUF,
+        "llama",
+        HuggingFace("LlamaForCausalLM", "llama", llama.llama_from_hf, llama.HF),
+        GGUF("llama", llama.llama_from_gguf, llama.GGUF_PAIRED),
     ),
     Family(
-        name="mistral",
-        hf_architecture="MistralForCausalLM",
-        hf_model_type="mistral",
-        hf_config=llama.mistral_from_hf,
-        hf=llama.HF,
-        gguf_architecture=None,
-        gguf_config=llama.llama_from_gguf,
-        gguf=llama.GGUF,
+        "mistral",
+        HuggingFace("MistralForCausalLM", "mistral", llama.mistral_from_hf, llama.HF),
+        GGUF(None, llama.llama_from_gguf, llama.GGUF_PAIRED),
     ),
     Family(
-        name="gemma3",
-        hf_architecture="Gemma3ForCausalLM",
-        hf_model_type="gemma3_text",
-        hf_config=gemma3.gemma3_from_hf,
-        hf=gemma3.HF,
-        gguf_architecture="gemma3",
-        gguf_config=gemma3.gemma3_from_gguf,
-        gguf=gemma3.GGUF,
+        "gemma",
+        HuggingFace("GemmaForCausalLM", "gemma", gemma.gemma_from_hf, gemma.HF),
+        GGUF("gemma", gemma.gemma_from_gguf, llama.GGUF),
+    ),
+    Family(
+        "gemma2",
+        HuggingFace("Gemma2ForCausalLM", "gemma2", gemma.gemma2_from_hf, gemma.HF2),
+        GGUF("gemma2", gemma.gemma2_from_gguf, gemma.GGUF2),
+    ),
+    Family(
+        "gemma3",
+        HuggingFace("Gemma3ForCausalLM", "gemma3_text", gemma3.gemma3_from_hf, gemma3.HF),
+        GGUF("gemma3", gemma3.gemma3_from_gguf, gemma3.GGUF),
+    ),
+    Family(
+        "phi3",
+        HuggingFace("Phi3ForCausalLM", "phi3", phi3.phi3_from_hf, phi3.HF),
+        GGUF("phi3", phi3.phi3_from_gguf, phi3.GGUF),
+    ),
+    Family(
+        "olmo2",
+        HuggingFace("Olmo2ForCausalLM", "olmo2", olmo2.olmo2_from_hf, olmo2.HF),
+        GGUF("olmo2", olmo2.olmo2_from_gguf, olmo2.GGUF),
+    ),
+    Family(
+        "smollm3",
+        HuggingFace("SmolLM3ForCausalLM", "smollm3", smollm3.smollm3_from_hf, llama.HF),
+        GGUF("smollm3", smollm3.smollm3_from_gguf, llama.GGUF_PAIRED),
+    ),
+    Family(
+        "granite",
+        HuggingFace("GraniteForCausalLM", "granite", granite.granite_from_hf, llama.HF),
+        GGUF("granite", granite.granite_from_gguf, llama.GGUF_PAIRED),
     ),
 )
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """The configuration that a Hugging Face `config.json` describes.
+    """The configuration that a Hugging Face `config.json` describes; raises as `read_hf` does."""
+    return read_hf(raw)[0]
+
+
+def read_hf(raw: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The configuration that a Hugging Face `config.json` describes, and the fields of it that were ignored.
 
     Raises ConfigError, naming the field, for an unknown architecture, an unknown rope type, weights quantised in a way
     of their own, or any value that would change the arithmetic and is not implemented.
@@ -97,28 +130,30 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         )
     architectures = fields.get("architectures", [])
     for family in FAMILIES:
-        if architectures == [family.hf_architecture] or (
-            not architectures and fields.get("model_type") == family.hf_model_type
+        if architectures == [family.hf.architecture] or (
+            not architectures and fields.get("model_type") == family.hf.model_type
         ):
-            return family.hf_config(fields)
-    known = ", ".join(family.hf_architecture for family in FAMILIES)
+            return family.hf.config(fields), unread_of_hf(fields)
+    known = ", ".join(family.hf.architecture for family in FAMILIES)
     got = architectures or fields.get("model_type")
     raise ConfigError(f"config.json: architecture is {got!r:.80}; expected one of {known}")
 
 
 def config_from_gguf(metadata: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
-    """The configuration of a GGUF file, from its metadata and the shapes of its tensors.
+    """The configuration of a GGUF file, from its metadata and the shapes of its tensors; raises as `read_gguf` does."""
+    return read_gguf(metadata, shapes)[0]
 
-    Raises ConfigError as `config_from_hf` does.
-    """
+
+def read_gguf(metadata: Mapping[str, Any], shapes: Shapes) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The configuration of a GGUF file, and the metadata that was ignored. Raises ConfigError as `read_hf` does."""
     fields = Fields(metadata, "GGUF metadata")
     got = fields.get("general.architecture")
     if "token_embd.weight" not in shapes:
         raise ConfigError("GGUF file has no tensor token_embd.weight; it is no language model")
     for family in FAMILIES:
-        if family.gguf_architecture is not None and got == family.gguf_architecture:
-            return family.gguf_config(fields, shapes)
-    known = ", ".join(family.gguf_architecture for family in FAMILIES if family.gguf_architecture)
+        if family.gguf.architecture is not None and got == family.gguf.architecture:
+            return family.gguf.config(fields, shapes), unread_of_gguf(fields, got)
+    known = ", ".join(family.gguf.architecture for family in FAMILIES if family.gguf.architecture)
     raise ConfigError(f"GGUF metadata: general.architecture is {got!r:.80}; expected one of {known}")
 
 

@@ -1,6 +1,6 @@
 """The fields that every family has, read from either kind of configuration: sizes, norm epsilon, tied head.
 
-Knows: their names in `config.json` and in GGUF metadata. Knows no family; what differs is an argument.
+Knows: their names in `config.json` and in GGUF metadata. Knows no family.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 Windows = tuple[int | None, ...]
 
 
-def sizes_from_hf(
-    fields: Fields,
-    *,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    norm_eps: float = 1e-6,
-    tied: bool = False,
-) -> dict[str, Any]:
-    """ModelConfig's sizes out of a `config.json`; the arguments are the family's defaults (None: as many kv heads as
-    heads, width / heads features a head). `context` is `max_position_embeddings` as written.
+def sizes_from_hf(fields: Fields) -> dict[str, Any]:
+    """ModelConfig's sizes out of a `config.json`; a family's own defaults come with `Fields.with_defaults`.
+
+    As many kv heads as heads, and width / heads features a head, where the file does not say. `context` is
+    `max_position_embeddings` as written.
     """
     width, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     return {
@@ -30,29 +25,36 @@ def sizes_from_hf(
         "width": width,
         "layers": fields.whole("num_hidden_layers", high=MAX_LAYERS),
         "heads": heads,
-        "kv_heads": fields.whole("num_key_value_heads", kv_heads or heads),
-        "head_dim": fields.whole("head_dim", head_dim or max(width // heads, 1)),
+        "kv_heads": fields.whole("num_key_value_heads", heads),
+        "head_dim": fields.whole("head_dim", max(width // heads, 1)),
         "mlp_width": fields.whole("intermediate_size"),
         "context": fields.whole("max_position_embeddings"),
-        "norm_eps": fields.number("rms_norm_eps", norm_eps),
-        "tied_head": fields.flag("tie_word_embeddings", tied),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "tied_head": fields.flag("tie_word_embeddings", False),
     }
 
 
 def sizes_from_gguf(fields: Fields, shapes: Shapes, arch: str, *, head_dim: int | None = None) -> dict[str, Any]:
-    """ModelConfig's sizes out of a GGUF file: the vocabulary is the embedding's rows; the head is tied where the file
-    has none. Raises ConfigError where a value's features are not as many as a key's.
+    """ModelConfig's sizes out of a GGUF file. head_dim: the family's own, for a file without.
+
+    Raises ConfigError where a value's features are not as many as a key's.
     """
-    width, heads = fields.whole(f"{arch}.embedding_length"), fields.whole(f"{arch}.attention.head_count")
-    head_dim = fields.whole(f"{arch}.attention.key_length", head_dim or max(width // heads, 1))
+    sizes = plain_sizes_from_gguf(fields, shapes, arch)
+    head_dim = fields.whole(f"{arch}.attention.key_length", head_dim or max(sizes["width"] // sizes["heads"], 1))
     fields.expect(f"{arch}.attention.value_length", head_dim)
+    kv_heads = fields.whole(f"{arch}.attention.head_count_kv", sizes["heads"])
+    return {**sizes, "kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def plain_sizes_from_gguf(fields: Fields, shapes: Shapes, arch: str) -> dict[str, Any]:
+    """The sizes but for those of keys and values: the vocabulary is the embedding's rows, and the head is tied where
+    the file has none.
+    """
     return {
         "vocab_size": shapes["token_embd.weight"][0],
-        "width": width,
+        "width": fields.whole(f"{arch}.embedding_length"),
         "layers": fields.whole(f"{arch}.block_count", high=MAX_LAYERS),
-        "heads": heads,
-        "kv_heads": fields.whole(f"{arch}.attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        "heads": fields.whole(f"{arch}.attention.head_count"),
         "mlp_width": fields.whole(f"{arch}.feed_forward_length"),
         "context": fields.whole(f"{arch}.context_length"),
         "norm_eps": fields.number(f"{arch}.attention.layer_norm_rms_epsilon"),
