@@ -5,7 +5,7 @@ others chose, norms that are stored minus one. Knows no file format and reads no
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -84,12 +84,29 @@ class Naming:
 
     names: our path, joined by `/` and with `block` for any `block_{i}`, to the checkpoint's names, where `{i}` is the
     layer and `{e}` an expert. layouts: our paths, as in names, that are laid out in another way than `usual_layout`
-    takes for granted. norm_offset is added to every norm weight.
+    takes for granted. norm_offset is added to every norm weight. drafting: the name, with `{i}`, of a tensor that only
+    a layer has which drafts tokens ahead; such layers lie behind the decoder's own, and none of them is read. unused:
+    other names that may be there and are not read.
     """
 
     names: Mapping[str, tuple[str, ...]]
     layouts: Mapping[str, Layout] | None = None
     norm_offset: float = 0.0
+    drafting: str | None = None
+    unused: tuple[str, ...] = ()
+
+
+def unread_tensors(config: ModelConfig, naming: Naming, names: Collection[str]) -> set[str]:
+    """Those of `names` that a checkpoint of this family may hold although `config` asks for none of them."""
+    layers = "|".join(re.escape(name).replace(r"\{i\}", r"\d+") for name in naming.unused)
+    unread = {name for name in names if layers and re.fullmatch(layers, name)}
+    if naming.drafting is None:
+        return unread
+    marker = re.escape(naming.drafting).replace(r"\{i\}", r"(\d+)")
+    drafting = [int(found[1]) for found in map(re.compile(marker).fullmatch, names) if found]
+    start = naming.drafting.partition("{i}")[0]
+    prefixes = tuple(f"{start}{layer}." for layer in drafting if layer >= config.layers)
+    return unread | {name for name in names if name.startswith(prefixes)}
 
 
 def leaf_of(config: ModelConfig, naming: Naming, path: Path, shape: Shape) -> Leaf:
