@@ -15,7 +15,7 @@ from jaxtyping import Shaped
 from jaxinfer.checkpoint.tensors import Tensors, empty, read_as
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import CheckpointError
-from jaxinfer.model.families import Leaf, Naming, leaf_of
+from jaxinfer.model.families import Leaf, Naming, leaf_of, unread_tensors
 from jaxinfer.model.transformer import abstract_params
 
 Shardings = Callable[[ModelConfig], Any]
@@ -39,13 +39,14 @@ def fill(
 
     One leaf at a time is read in its dtype (`dtype`; norms float32) and placed, the largest first: the host holds one
     leaf more than the devices do, and that at a time when little is loaded. `unused` names tensors that may be there
-    and are not read. Raises CheckpointError before anything is read where names or shapes are not those that `config`
-    asks for.
+    and are not read, beside those that the family leaves unread. Raises CheckpointError before anything is read where
+    names or shapes are not those that `config` asks for.
     """
     check_layers(config, len(tensors.shapes))
     flat = flatten(abstract_params(config, dtype))
     leaves = [leaf_of(config, naming, path, leaf.shape) for path, leaf in flat.items()]
-    check_tensors(leaves, {name: shape for name, shape in tensors.shapes.items() if name not in unused})
+    ignored = {*unused, *unread_tensors(config, naming, tensors.shapes)}
+    check_tensors(leaves, {name: shape for name, shape in tensors.shapes.items() if name not in ignored})
     places = flatten(shardings(config)) if shardings else {}
     filled = dict.fromkeys(flat)  # in the tree's order
     for done, leaf in enumerate(sorted(leaves, key=lambda leaf: flat[leaf.path].size, reverse=True)):

@@ -9,10 +9,22 @@ from typing import Any, NamedTuple
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.errors import ConfigError
-from jaxinfer.model.families import gemma, gemma3, granite, llama, olmo2, phi3, smollm3
+from jaxinfer.model.families import (
+    deepseek,
+    gemma,
+    gemma3,
+    gpt_oss,
+    granite,
+    llama,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen,
+    smollm3,
+)
 from jaxinfer.model.families.fields import Fields
 from jaxinfer.model.families.gguf_ropes import ROPE_TENSORS, with_rope_factors
-from jaxinfer.model.families.leaves import Leaf, Naming, leaf_of
+from jaxinfer.model.families.leaves import Leaf, Naming, leaf_of, unread_tensors
 from jaxinfer.model.families.sizes import Shapes
 from jaxinfer.model.families.unread import unread_of_gguf, unread_of_hf
 
@@ -29,6 +41,7 @@ __all__ = [
     "leaf_of",
     "read_gguf",
     "read_hf",
+    "unread_tensors",
     "with_rope_factors",
 ]
 
@@ -65,12 +78,42 @@ FAMILIES = (
     Family(
         "llama",
         HuggingFace("LlamaForCausalLM", "llama", llama.llama_from_hf, llama.HF),
-        GGUF("llama", llama.llama_from_gguf, llama.GGUF_PAIRED),
+        GGUF("llama", mixtral.llama_or_mixtral_from_gguf, llama.GGUF_PAIRED),
     ),
     Family(
         "mistral",
         HuggingFace("MistralForCausalLM", "mistral", llama.mistral_from_hf, llama.HF),
         GGUF(None, llama.llama_from_gguf, llama.GGUF_PAIRED),
+    ),
+    Family(
+        "mixtral",
+        HuggingFace("MixtralForCausalLM", "mixtral", mixtral.mixtral_from_hf, mixtral.HF),
+        GGUF(None, mixtral.llama_or_mixtral_from_gguf, mixtral.GGUF),
+    ),
+    Family(
+        "qwen2",
+        HuggingFace("Qwen2ForCausalLM", "qwen2", qwen.qwen2_from_hf, llama.HF),
+        GGUF("qwen2", qwen.qwen2_from_gguf, llama.GGUF),
+    ),
+    Family(
+        "qwen3",
+        HuggingFace("Qwen3ForCausalLM", "qwen3", qwen.qwen3_from_hf, qwen.HF3),
+        GGUF("qwen3", qwen.qwen3_from_gguf, qwen.GGUF3),
+    ),
+    Family(
+        "qwen3_moe",
+        HuggingFace("Qwen3MoeForCausalLM", "qwen3_moe", qwen.qwen3_moe_from_hf, qwen.HF3_MOE),
+        GGUF("qwen3moe", qwen.qwen3_moe_from_gguf, qwen.GGUF3_MOE),
+    ),
+    Family(
+        "gpt_oss",
+        HuggingFace("GptOssForCausalLM", "gpt_oss", gpt_oss.gpt_oss_from_hf, gpt_oss.HF),
+        GGUF("gpt-oss", gpt_oss.gpt_oss_from_gguf, gpt_oss.GGUF),
+    ),
+    Family(
+        "deepseek_v3",
+        HuggingFace("DeepseekV3ForCausalLM", "deepseek_v3", deepseek.deepseek_v3_from_hf, deepseek.HF),
+        GGUF("deepseek2", deepseek.deepseek_v3_from_gguf, deepseek.GGUF),
     ),
     Family(
         "gemma",

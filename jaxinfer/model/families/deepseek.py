@@ -9,7 +9,7 @@ from jaxinfer.config import ExpertsConfig, LatentConfig, ModelConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import llama
 from jaxinfer.model.families.experts import GGUF_EXPERTS, SIGMOID, active_weights_scale
-from jaxinfer.model.families.fields import MAX_LAYERS, Fields
+from jaxinfer.model.families.fields import Fields
 from jaxinfer.model.families.gguf_ropes import rope_from_gguf
 from jaxinfer.model.families.leaves import Leaf, Naming, Source, Want, half_of_heads, rope_rows_paired
 from jaxinfer.model.families.ropes import rope_from_hf, stretched_context, yarn_growth, yarn_scale
@@ -179,7 +179,7 @@ def deepseek_v3_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
 
 
 def _mscale_all_dim(fields: Fields) -> float | None:
-    """llama.cpp keeps a tenth of it. Without it, llama.cpp scales the scores in a way that no model was trained with."""
+    """llama.cpp keeps a tenth of it; without it, it would scale the scores as no model was trained with."""
     name = "deepseek2.rope.scaling.yarn_log_multiplier"
     if fields.get("deepseek2.rope.scaling.type") != "yarn":
         fields.expect(name, None, 0.0)
@@ -207,10 +207,11 @@ def _latent_from_gguf(fields: Fields) -> LatentConfig:
 
 def _experts_from_gguf(fields: Fields, biased: bool) -> ExpertsConfig:
     field = partial("deepseek2.{}".format)
-    if fields.get(field("expert_gating_func")) != SIGMOID:
+    scoring = fields.get(field("expert_gating_func"))
+    if scoring != SIGMOID:
         raise ConfigError(
-            f"{fields.where}: {field('expert_gating_func')} is {fields.get(field('expert_gating_func'))!r:.80}; expected "
-            f"{SIGMOID}, DeepSeek V3's sigmoid: nothing else is implemented"
+            f"{fields.where}: {field('expert_gating_func')} is {scoring!r:.80}; expected {SIGMOID}, DeepSeek V3's "
+            "sigmoid: nothing else is implemented"
         )
     inner = fields.whole(field("expert_feed_forward_length"))
     return ExpertsConfig(

@@ -40,11 +40,11 @@ class Fields:
     def _fail(self, name: str, expected: str) -> ConfigError:
         return ConfigError(f"{self.where}: {name} is {self.raw.get(name)!r:.80}; expected {expected}")
 
-    def whole(self, name: str, default: int | None = None, high: int = MAX_WHOLE) -> int:
-        """A positive whole number."""
+    def whole(self, name: str, default: int | None = None, high: int = MAX_WHOLE, low: int = 1) -> int:
+        """A whole number from `low` to `high`."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= high:
-            raise self._fail(name, f"a whole number from 1 to {high}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._fail(name, f"a whole number from {low} to {high}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
