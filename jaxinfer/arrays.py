@@ -7,7 +7,7 @@ n  pages in the pool                      c  size of one head       m  slots: se
 b  tokens in a page                       e  stop ids per row       x  logprobs returned per token
 """
 
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, Shaped, UInt32
 
 Tokens = Int32[Array, "s t"]
 Positions = Int32[Array, "s t"]
@@ -15,8 +15,11 @@ Positions = Int32[Array, "s t"]
 PageTable = Int32[Array, "s p"]
 Lengths = Int32[Array, " s"]
 Slots = Int32[Array, " s"]
-Pages = Float[Array, "n 2 k b c"]
-"""One layer's share of the pool: keys at index 0, values at index 1 of the second axis."""
+Pages = PyTree[Shaped[Array, "n planes k b *c"]]
+"""One layer's share of the pool: [n, planes, k, b, c], keys then values, or numbers of fewer bits and their scales.
+
+Who writes and reads it (`pallas_kernels.pages`) looks inside; nobody else does.
+"""
 Hidden = Float[Array, "s t w"]
 Queries = Float[Array, "s t k g c"]
 Keys = Float[Array, "s t k c"]

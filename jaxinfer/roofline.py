@@ -95,8 +95,9 @@ def total_weights(config: ModelConfig) -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes of keys and values of one token, over all layers."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * dtype_bytes
+    """Bytes that the cache holds of one token, over all layers."""
+    planes, heads, features = config.cache_shape
+    return config.layers * planes * heads * features * dtype_bytes
 
 
 def decode_cost(config: ModelConfig, lengths: Iterable[int], dtype_bytes: int) -> Cost:
@@ -127,8 +128,8 @@ def _row_cost(config: ModelConfig, *, tokens: int, length: int, dtype_bytes: int
         queries = 1 if layer == config.layers - 1 else tokens
         pairs += _visible(length, window) - _visible(length - queries, window)
         read += min(length, window + queries - 1)
-    per_token = 2 * config.kv_heads * config.head_dim * dtype_bytes
-    attention = 4.0 * config.heads * config.head_dim * pairs
+    per_token = kv_bytes_per_token(config, dtype_bytes) // config.layers
+    attention = 4.0 * config.heads * config.cache_shape[2] * pairs
     return Cost(matmul + attention, float(per_token * (read + tokens * config.layers)))
 
 

@@ -15,7 +15,8 @@ from pallas_kernels.arrays import NewKeys, Pages
 
 def page_shape(pages: Pages) -> tuple[int, int, int, int, int]:
     """n, planes, k, b, c."""
-    return pages.shape
+    n, planes, k, b, c = pages.shape
+    return n, planes, k, b, c
 
 
 def planes_of(keys: NewKeys, values: NewKeys | None) -> Float[Array, "s t planes k c"]:

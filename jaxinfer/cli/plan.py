@@ -84,7 +84,7 @@ def plan_chip(config: ModelConfig, engine: EngineConfig, weights: float, chip: C
         devices=devices,
         weight_bytes=weights,
         pages=_pages(config, engine, context, dtype, chip.memory - weights),
-        page_bytes=page_bytes(config, engine.cache.page_size, dtype) / devices,
+        page_bytes=page_bytes(config, engine.cache.page_size, dtype, devices) / devices,
         decode_one_ms=1e3 * one.seconds,
         decode_full_ms=1e3 * full.seconds,
         decode_limit=full.limit,
@@ -120,7 +120,8 @@ def _pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: str, 
         pages = pool_pages(config, engine, context, dtype, int(free * engine.mesh.tensor))
     except ConfigError:
         return None
-    needed = pages * page_bytes(config, engine.cache.page_size, dtype) / engine.mesh.tensor
+    devices = engine.mesh.tensor
+    needed = pages * page_bytes(config, engine.cache.page_size, dtype, devices) / devices
     return pages if needed <= free else None
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import psutil
 from jax.sharding import Mesh
 
 from jaxinfer.arrays import Pages
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.engine.sharding import pages_sharding
+from jaxinfer.engine.sharding import pages_sharding, splits_pages
 from jaxinfer.errors import ConfigError
 
 
@@ -23,10 +22,13 @@ def pages_per_sequence(page_size: int, context: int) -> int:
     return -(-context // page_size)
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: Any) -> int:
-    """Bytes of one page, keys and values, over all layers and all devices."""
-    numbers = 2 * config.kv_heads * page_size * config.head_dim * config.layers
-    return numbers * np.dtype(jnp.dtype(dtype)).itemsize
+def page_bytes(config: ModelConfig, page_size: int, dtype: Any, devices: int = 1) -> int:
+    """Bytes of one page over all layers and `devices`, each of which holds a part of it or, where it does not split,
+    the whole.
+    """
+    layer = jax.tree.leaves(jax.eval_shape(lambda: _layer(config, 1, page_size, dtype)))
+    copies = 1 if splits_pages(config, devices) else devices
+    return config.layers * copies * sum(leaf.size * leaf.dtype.itemsize for leaf in layer)
 
 
 def pool_bytes(mesh: Mesh, fraction: float) -> int:
@@ -55,7 +57,7 @@ def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: A
     per_sequence = pages_per_sequence(cache.page_size, context)
     if cache.pages is not None:
         return min(cache.pages, engine.slots * per_sequence)
-    size = page_bytes(config, cache.page_size, dtype)
+    size = page_bytes(config, cache.page_size, dtype, engine.mesh.tensor)
     fit = room // size
     if fit < min(2, per_sequence):
         raise ConfigError(
@@ -78,7 +80,12 @@ def make_pages(config: ModelConfig, pages: int, page_size: int, dtype: Any, mesh
 
     An array made elsewhere and moved would be copied, not donated, by the first step.
     """
-    shape = (pages, 2, config.kv_heads, page_size, config.head_dim)
-    shardings = (pages_sharding(mesh),) * config.layers
-    make = jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.layers)), out_shardings=shardings)
+    shardings = (pages_sharding(config, mesh),) * config.layers
+    layers = range(config.layers)
+    make = jax.jit(lambda: tuple(_layer(config, pages, page_size, dtype) for _ in layers), out_shardings=shardings)
     return make()
+
+
+def _layer(config: ModelConfig, pages: int, page_size: int, dtype: Any) -> Pages:
+    planes, heads, features = config.cache_shape
+    return jnp.zeros((pages, planes, heads, page_size, features), dtype)

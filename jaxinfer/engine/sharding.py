@@ -45,9 +45,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def pages_sharding(mesh: Mesh) -> NamedSharding:
-    """One layer's pages [n, 2, k, b, c], split by kv head."""
-    return NamedSharding(mesh, PartitionSpec(None, None, TENSOR))
+def splits_pages(config: ModelConfig, parts: int) -> bool:
+    """Whether pages are split over `parts` devices: where the heads in the cache divide evenly."""
+    _, heads, _ = config.cache_shape
+    return heads % parts == 0
+
+
+def pages_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
+    """One layer's pages [n, planes, k, b, c], split by head where these divide, else whole on each device."""
+    split = splits_pages(config, mesh.shape[TENSOR])
+    return NamedSharding(mesh, PartitionSpec(None, None, TENSOR) if split else PartitionSpec())
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:

@@ -41,7 +41,7 @@ class EngineState(NamedTuple):
 def state_shardings(config: ModelConfig, mesh: Mesh) -> Any:
     """An EngineState of shardings: pages by kv head, the rest replicated."""
     whole: Any = replicated(mesh)
-    pages: Any = (pages_sharding(mesh),) * config.layers
+    pages: Any = (pages_sharding(config, mesh),) * config.layers
     return EngineState(pages, whole, History(whole, whole, whole))
 
 

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.config import CacheConfig, EngineConfig, MeshConfig
+from jaxinfer.config import CacheConfig, EngineConfig, LatentConfig, MeshConfig
 from jaxinfer.engine.cache import make_pages, page_bytes, pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.sharding import make_mesh, pages_sharding
 from jaxinfer.errors import ConfigError
+from jaxinfer.roofline import kv_bytes_per_token
 
 from .driver import MODEL
 
@@ -30,8 +31,29 @@ def test_the_pool_is_zeroed_and_made_on_the_mesh():
     assert len(pool) == MODEL.layers
     for layer in pool:
         assert layer.shape == (6, 2, MODEL.kv_heads, 8, MODEL.head_dim)
-        assert layer.sharding == pages_sharding(mesh)
+        assert layer.sharding == pages_sharding(MODEL, mesh)
         assert not jnp.any(layer)
+
+
+LATENT = replace(MODEL, kv_heads=4, head_dim=12, latent=LatentConfig(rank=16, rope_dim=4, content_dim=8, value_dim=8))
+
+
+def test_a_latent_is_one_plane_that_every_device_holds():
+    mesh = make_mesh(MeshConfig(tensor=2))
+    pool = make_pages(LATENT, 6, 8, "float32", mesh)
+    for layer in pool:
+        assert layer.shape == (6, 1, 1, 8, 20)
+        assert layer.sharding.is_fully_replicated
+    held = sum(shard.data.nbytes for layer in pool for shard in layer.addressable_shards)
+    assert held == 6 * page_bytes(LATENT, 8, "float32", 2) == 12 * page_bytes(LATENT, 8, "float32")
+    room = 20 * page_bytes(LATENT, 8, "float32")
+    pages = [pool_pages(LATENT, replace(ENGINE, mesh=MeshConfig(n)), 128, "float32", room) for n in (1, 2)]
+    assert pages == [20, 10]
+
+
+def test_the_roofline_counts_the_bytes_of_a_page():
+    for model in (MODEL, LATENT):
+        assert page_bytes(model, 8, "bfloat16") == 8 * kv_bytes_per_token(model, 2)
 
 
 def test_a_table_covers_the_context():

@@ -69,7 +69,7 @@ def test_param_shardings_follow_the_logical_axes():
     assert specs["block_1"]["mlp"]["down"] == PartitionSpec(None, "tensor")
     assert specs["block_0"]["attention"]["qkv"] == PartitionSpec("tensor", None, None, None)
     assert specs["final_norm"] == PartitionSpec(None)
-    assert pages_sharding(make_mesh(TWO)).spec == PartitionSpec(None, None, "tensor")
+    assert pages_sharding(MODEL, make_mesh(TWO)).spec == PartitionSpec(None, None, "tensor")
 
 
 def test_a_vocabulary_that_does_not_divide_is_replicated():
