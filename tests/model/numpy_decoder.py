@@ -8,42 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.config import ModelConfig
+
+from .numpy_rope import turn
 
 Tree = Any
 
 
 def norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
-
-
-def wavelengths(rope: RopeConfig, head_dim: int) -> list[float]:
-    """Positions per full turn of each pair; stretching is easier to read off wavelengths than off frequencies."""
-    plain = [2 * math.pi * rope.theta ** (2 * i / head_dim) for i in range(head_dim // 2)]
-    if rope.kind == "linear":
-        return [wave * rope.factor for wave in plain]
-    if rope.kind == "llama3":
-        return [_llama3_wavelength(rope, wave) for wave in plain]
-    return plain
-
-
-def _llama3_wavelength(rope: RopeConfig, wave: float) -> float:
-    longest_kept = rope.original_context / rope.high_freq_factor
-    shortest_stretched = rope.original_context / rope.low_freq_factor
-    if wave < longest_kept:
-        return wave
-    if wave > shortest_stretched:
-        return wave * rope.factor
-    smooth = (rope.original_context / wave - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    return 1 / ((1 - smooth) / (rope.factor * wave) + smooth / wave)
-
-
-def turn(x: np.ndarray, position: int, rope: RopeConfig) -> np.ndarray:
-    """One head at one position: pair i, seen as a complex number, turns by 2 pi position / wavelength."""
-    half = len(x) // 2
-    angles = np.array([2 * math.pi * position / wave for wave in wavelengths(rope, len(x))])
-    turned = (x[:half] + 1j * x[half:]) * np.exp(1j * angles)
-    return np.concatenate([turned.real, turned.imag])
 
 
 def weigh(scores: np.ndarray, config: ModelConfig, sink: float | None) -> np.ndarray:
@@ -80,13 +53,15 @@ def attention(x: np.ndarray, layer: int, tree: Tree, config: ModelConfig) -> np.
         )
     for head in range(config.kv_heads):
         turned = (
-            keys[:, head] if rope is None else np.stack([turn(key, i, rope) for i, key in enumerate(keys[:, head])])
+            keys[:, head]
+            if rope is None
+            else np.stack([turn(key, i, rope, config.context) for i, key in enumerate(keys[:, head])])
         )
         for j in range(group):
             sink = tree["sinks"][head, j] if config.sinks else None
             for i in range(length):
                 first, query = first_seen(i, window), queries[i, head, j]
-                query = query if rope is None else turn(query, i, rope)
+                query = query if rope is None else turn(query, i, rope, config.context)
                 weights = weigh(turned[first : i + 1] @ query * config.query_scale, config, sink)
                 mixed[i, head, j] = weights @ values[first : i + 1, head]
     added = np.einsum("tkgc,wkgc->tw", mixed, tree["out"])
@@ -104,14 +79,14 @@ def latent_attention(x: np.ndarray, layer: int, tree: Tree, config: ModelConfig)
         queries = np.einsum("tq,hcq->thc", norm(x @ tree["q_down"].T, tree["q_norm"], config.norm_eps), tree["q_up"])
     down = x @ tree["kv_down"].T
     content = norm(down[:, : latent.rank], tree["kv_norm"], config.norm_eps)
-    shared = np.stack([turn(key, i, rope) for i, key in enumerate(down[:, latent.rank :])])
+    shared = np.stack([turn(key, i, rope, config.context) for i, key in enumerate(down[:, latent.rank :])])
     mixed = np.zeros((len(x), config.heads, latent.value_dim))
     for head in range(config.heads):
         keys = np.concatenate([content @ tree["key_up"][head].T, shared], axis=-1)
         values = content @ tree["value_up"][head].T
         for i in range(len(x)):
             still, turning = np.split(queries[i, head], [latent.content_dim])
-            first, query = first_seen(i, window), np.concatenate([still, turn(turning, i, rope)])
+            first, query = first_seen(i, window), np.concatenate([still, turn(turning, i, rope, config.context)])
             weights = weigh(keys[first : i + 1] @ query * config.query_scale, config, None)
             mixed[i, head] = weights @ values[first : i + 1]
     return np.einsum("thv,whv->tw", mixed, tree["out"])
