@@ -1,15 +1,21 @@
 """Reading `rope_scaling` and `rope_parameters`: every kind, spelling and default; what is refused, by name."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxinfer.config import RopeConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families.fields import Fields
 from jaxinfer.model.families.ropes import rope_from_hf, stretched_context, yarn_growth, yarn_scale
+from jaxinfer.model.rope import rope_phases
 
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ropes.json").read_text())["cases"]
 HEAD = 8
 TOP = {"max_position_embeddings": 512, "rope_theta": 500_000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -183,3 +189,32 @@ def test_the_context_of_a_stretched_rope() -> None:
     assert stretched_context(read({"rope_type": "dynamic", "factor": 2.5}), 512) == 1280
     for spec in (LLAMA3, {"rope_type": "linear", "factor": 4.0}, {**LONG, "factor": 8.0}, {}):
         assert stretched_context(read(spec), 512) == 512
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_file_gives_the_phases_that_transformers_gives(name: str) -> None:
+    """At 0, 1, the original context - 1, itself and 4 times it, from the file of transformers 5 and that of 4.
+
+    Within 1e-6, and 2^-21 of the angle: transformers makes the frequencies themselves in float32, so they are off by up
+    to 3 units in the last place of 24, and both sides round the product. At 4 times the original context a pair of one
+    radian a token has 16,384 radians and so a tolerance of 0.008; the slow pairs, which tell far tokens apart, 1e-5.
+    """
+    case = GOLDEN[name]
+    ropes = [
+        rope_from_hf(Fields(case[form], form), 32, partial="part of a head" in name) for form in ("config", "older")
+    ]
+    assert ropes[0] == ropes[1]
+    angles = np.array(case["positions"])[:, None] * np.array(case["frequency"])
+    for wanted, got in zip((case["cosine"], case["sine"]), phases_by_length(ropes[0], case["positions"]), strict=True):
+        off = np.abs(np.array(wanted) - got)
+        assert (off <= 1e-6 + angles * 2**-21).all(), off.max()
+        assert off[:, -1].max() <= 1e-5
+
+
+def phases_by_length(rope: RopeConfig, positions: list[int]) -> np.ndarray:
+    """[2, position, pair]: each as the last token of a sequence; longrope is asked of short sequences and long ones."""
+    short = [position for position in positions if position < rope.original_context]
+    long = [position for position in positions if position >= rope.original_context]
+    asked = [(short, rope.original_context), (long, positions[-1] + 1)]
+    both = [rope_phases(rope, 32, jnp.array([some], jnp.int32), context) for some, context in asked if some]
+    return np.concatenate([np.stack(phases)[:, 0] for phases in both], axis=1)
