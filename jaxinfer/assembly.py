@@ -9,8 +9,8 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -32,12 +32,19 @@ Prompt = str | Sequence[int] | Messages
 """Text, token ids, or chat messages (`{"role": ..., "content": ...}`)."""
 
 DEFAULT_ENGINE = EngineConfig()
+DEFAULT_PARAMS = SamplingParams()
+Sampling = Literal["none", "checkpoint"]
+"""Whose sampling parameters hold where a request leaves them open: ours, which change nothing, or the checkpoint's."""
 MAX_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """One model ready to serve. `engine` is the configuration as it was resolved: its dtype is never None."""
+    """One model ready to serve. `engine` is the configuration as it was resolved: its dtype is never None.
+
+    `sampling` is what the checkpoint recommends. `defaults` are the parameters of a request that says nothing: those of
+    the model's own distribution, unless the recommendation was asked for.
+    """
 
     name: str
     config: ModelConfig
@@ -47,6 +54,8 @@ class Assembly:
     eos_ids: frozenset[int]
     runner: EngineRunner
     loop: EngineLoop[Any]
+    sampling: Mapping[str, float | int] = field(default_factory=dict)
+    defaults: SamplingParams = DEFAULT_PARAMS
 
     @property
     def context(self) -> int:
@@ -156,9 +165,17 @@ def _whole(name: str, value: object, low: int, bound: int) -> int:
     return number
 
 
-def assemble(ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool = False) -> Assembly:
+def recommended_params(sampling: Mapping[str, Any]) -> SamplingParams:
+    """The parameters that a checkpoint recommends, ours where it says nothing."""
+    return SamplingParams(**sampling)
+
+
+def assemble(
+    ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool = False, sampling: Sampling = "none"
+) -> Assembly:
     """Load the model that `ref` names, build its engine and compile every step; `progress` draws bars on stderr.
 
+    With `sampling="checkpoint"`, what the checkpoint recommends becomes the assembly's `defaults`.
     Raises CheckpointError for an unknown or damaged `ref`, ConfigError for an engine that the model or the machine
     cannot hold.
     """
@@ -183,4 +200,6 @@ def assemble(ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool 
         eos_ids=checkpoint.eos_ids,
         runner=runner,
         loop=loop,
+        sampling=checkpoint.sampling,
+        defaults=recommended_params(checkpoint.sampling) if sampling == "checkpoint" else DEFAULT_PARAMS,
     )

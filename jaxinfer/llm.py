@@ -8,14 +8,12 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
-from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, Messages, Prompt, assemble
+from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, Messages, Prompt, Sampling, assemble
 from jaxinfer.config import EngineConfig
 from jaxinfer.driver import Driver, Ticket
 from jaxinfer.errors import EngineFault, RequestError
 from jaxinfer.output import Output, failure
 from jaxinfer.request import Delta, SamplingParams
-
-DEFAULT_PARAMS = SamplingParams()
 
 
 class TokenStream:
@@ -72,36 +70,46 @@ class LLM:
         self.driver = Driver(assembly.loop, assembly.tokenizer)
 
     @classmethod
-    def load(cls, ref: str, engine: EngineConfig = DEFAULT_ENGINE, *, progress: bool | None = None) -> Self:
+    def load(
+        cls,
+        ref: str,
+        engine: EngineConfig = DEFAULT_ENGINE,
+        *,
+        progress: bool | None = None,
+        sampling: Sampling = "none",
+    ) -> Self:
         """Load and warm up the model that `ref` names: a directory, a .gguf file, `hf:org/name` or `demo`.
 
-        `progress` draws bars on stderr; by default only where stderr is a terminal. Raises CheckpointError or
-        ConfigError.
+        `progress` draws bars on stderr; by default only where stderr is a terminal. `sampling="checkpoint"` makes what
+        the checkpoint recommends the parameters of calls that give none: `llm.assembly.defaults`, to be varied with
+        `dataclasses.replace`. Raises CheckpointError or ConfigError.
         """
         show = sys.stderr.isatty() if progress is None else progress
-        return cls(assemble(ref, engine, progress=show))
+        return cls(assemble(ref, engine, progress=show, sampling=sampling))
 
     def generate(
-        self, prompts: str | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] = DEFAULT_PARAMS
+        self, prompts: str | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Output]:
         """One Output per prompt, in order; all prompts share the engine's batch as it drains.
 
-        A prompt is text, a list of token ids or a list of chat messages; `params` is one for all or one each. Every
-        prompt is checked before the first is run. Raises RequestError, or EngineFault where the engine broke.
+        A prompt is text, a list of token ids or a list of chat messages; `params` is one for all or one each, by
+        default the assembly's `defaults`. Every prompt is checked before the first is run. Raises RequestError, or
+        EngineFault where the engine broke.
         """
         listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = _one_each(params, len(listed))
+        each = _one_each(self.assembly.defaults if params is None else params, len(listed))
         jobs = [(None, [self.assembly.request(*pair)]) for pair in zip(listed, each, strict=True)]
         return [first_output(result) for _, result in self.driver.run_in_order(jobs, window=len(jobs))]
 
-    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS) -> TokenStream:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
         """The deltas of one request, as they are made; joined, their text equals `generate`'s.
 
         Raises RequestError at once for bad input. With `params.n` above one, deltas of the choices interleave.
         """
-        return TokenStream(self.driver, self.driver.submit(self.assembly.request(prompt, params)))
+        asked = self.assembly.defaults if params is None else params
+        return TokenStream(self.driver, self.driver.submit(self.assembly.request(prompt, asked)))
 
-    def chat(self, messages: Messages, params: SamplingParams = DEFAULT_PARAMS) -> Output:
+    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Output:
         """The answer to a conversation, through the checkpoint's own chat template."""
         return self.generate([messages], params)[0]
 

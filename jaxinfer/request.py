@@ -7,6 +7,7 @@ Positions and lengths count tokens; times are seconds on `time.monotonic`'s cloc
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from jaxinfer.errors import BadSamplingParam
 
@@ -16,6 +17,34 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_CHOICES = 64
 SEED_BOUND = 2**63
+_INT_MAX = 2**31 - 1
+
+
+class Bounds(NamedTuple):
+    """What a number may be; `above_low` where the lowest itself is refused."""
+
+    low: float
+    high: float
+    above_low: bool = False
+
+
+WHOLE_BOUNDS = {
+    "max_tokens": Bounds(1, _INT_MAX),
+    "min_tokens": Bounds(0, _INT_MAX),  # and no more than max_tokens
+    "top_k": Bounds(0, _INT_MAX),
+    "seed": Bounds(0, SEED_BOUND - 1),
+    "n": Bounds(1, MAX_CHOICES),
+    "logprobs": Bounds(0, MAX_LOGPROBS),
+}
+REAL_BOUNDS = {
+    "temperature": Bounds(0.0, 100.0),
+    "top_p": Bounds(0.0, 1.0, above_low=True),
+    "min_p": Bounds(0.0, 1.0),
+    "repetition_penalty": Bounds(0.01, 100.0),  # logits over 1e-40 are infinite
+    "presence_penalty": Bounds(-100.0, 100.0),
+    "frequency_penalty": Bounds(-100.0, 100.0),
+}
+"""Of the fields of SamplingParams, by name."""
 
 
 class FinishReason(StrEnum):
@@ -28,7 +57,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
+def _check_int(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise BadSamplingParam(f"{name} is {value!r:.80}; expected a whole number from {low} to {high}")
 
@@ -80,20 +109,13 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        for name, bounds in WHOLE_BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("seed", "logprobs"):
+                _check_int(name, value, bounds.low, bounds.high)
+        for name, bounds in REAL_BOUNDS.items():
+            _check_float(name, getattr(self, name), bounds.low, bounds.high, open_low=bounds.above_low)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # logits over 1e-40 are infinite
-        _check_float("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _check_int("n", self.n, 1, MAX_CHOICES)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, SEED_BOUND - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise BadSamplingParam(f"ignore_eos is {self.ignore_eos!r}; expected true or false")
         self._check_stops()

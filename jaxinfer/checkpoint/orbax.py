@@ -1,7 +1,7 @@
 """Our own directories: weights written by Orbax and restored straight to their sharding, the rest as plain files.
 
 Knows: the layout, which is
-    jaxinfer.json        format number, name, configuration, end-of-text ids
+    jaxinfer.json        format number, name, configuration, end-of-text ids, recommended sampling
     params/              Orbax's standard checkpoint of the parameter tree
     tokenizer*           the tokenizer's own files
     chat_template.jinja  where there is one
@@ -21,7 +21,8 @@ import orbax.checkpoint as ocp
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.files import CHAT_TEMPLATE, chat_template, eos_ids, read_json
 from jaxinfer.checkpoint.fill import STAGE, Progress, Shardings, check_layers, check_tensors, flatten, unflatten
-from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.checkpoint.generation import checked_sampling
+from jaxinfer.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.model.families import Leaf
 from jaxinfer.model.families.leaves import Source
@@ -31,6 +32,7 @@ from jaxinfer.text.tokenizer import from_sentencepiece, from_tokenizer_json, loa
 MANIFEST = "jaxinfer.json"
 _PARAMS = "params"
 _FORMAT = 1
+_PARTS = {"rope": RopeConfig, "local_rope": RopeConfig, "experts": ExpertsConfig, "latent": LatentConfig}
 
 
 def save_orbax(checkpoint: Checkpoint, directory: Path) -> None:
@@ -82,6 +84,7 @@ def load_orbax(
         tokenizer=load_tokenizer(directory),
         chat_template=chat_template(directory),
         eos_ids=eos_ids(manifest.get("eos_ids"), MANIFEST),
+        sampling=checked_sampling(manifest.get("sampling", {}), MANIFEST),
     )
 
 
@@ -90,25 +93,38 @@ def read_config(directory: Path) -> ModelConfig:
     return _config(read_json(directory / MANIFEST).get("config"))
 
 
+def read_sampling(directory: Path) -> dict[str, float | int]:
+    """The sampling that the checkpoint in `directory` recommends. Raises CheckpointError for one out of range."""
+    return checked_sampling(read_json(directory / MANIFEST).get("sampling", {}), MANIFEST)
+
+
 def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "name": checkpoint.name,
         "config": dataclasses.asdict(checkpoint.config),
         "eos_ids": sorted(checkpoint.eos_ids),
+        "sampling": dict(checkpoint.sampling),
     }
 
 
 def _config(raw: Any) -> ModelConfig:
     """The configuration out of the manifest; a field that this version does not have is an error."""
     try:
-        fields = dict(raw)
-        for name in ("rope", "local_rope"):
+        fields = _with_tuples(dict(raw))
+        for name, part in _PARTS.items():
             if fields.get(name) is not None:
-                fields[name] = RopeConfig(**fields[name])
-        return ModelConfig(**{**fields, "windows": tuple(fields.get("windows", ()))})
+                fields[name] = part(**fields[name])
+        return ModelConfig(**fields)
     except (TypeError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{MANIFEST}: config cannot be read: {error}") from error
+
+
+def _with_tuples(value: Any) -> Any:
+    """JSON's lists as the tuples that configurations hold."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(item) for name, item in value.items()}
+    return tuple(_with_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _restore(

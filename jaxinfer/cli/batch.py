@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from jaxinfer.cli.flags import DEMO, Ref, engine_config, sampling_params, takes
+from jaxinfer.cli.flags import DEMO, Ref, SamplingFlag, engine_config, sampling_params, takes
+from jaxinfer.cli.source import recommended
 from jaxinfer.config import EngineConfig
 from jaxinfer.request import SamplingParams
 
@@ -15,12 +16,14 @@ SOME_FAILED = 3
 
 @takes(params=sampling_params, engine=engine_config)
 def command(
+    called: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="INPUT", help="JSON lines; - is standard input.")],
     target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="JSON lines; - is standard output.")],
     *,
     ref: Ref = DEMO,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever OUTPUT holds.")] = False,
     progress: Annotated[bool, typer.Option(help="Show a bar on standard error.")] = True,
+    sampling: SamplingFlag = "none",
     params: SamplingParams,
     engine: EngineConfig,
 ) -> None:
@@ -42,6 +45,7 @@ def command(
     def load() -> LLM:
         return LLM.load(ref, engine)
 
+    params = recommended(called, ref, None, sampling, params)
     answer = run_pipe if "-" in (str(source), str(target)) else run_file
     try:
         summary = answer(load, ref, source, target, params, overwrite=overwrite, progress=progress)

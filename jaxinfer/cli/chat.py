@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer.cli.flags import DEMO, RefArgument, engine_config, sampling_params, takes
-from jaxinfer.cli.source import ServerFlag, open_source, timing_line, utf8_input
+from jaxinfer.cli.flags import DEMO, RefArgument, SamplingFlag, engine_config, sampling_params, takes, without
+from jaxinfer.cli.source import ServerFlag, open_source, recommended, timing_line, utf8_input
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import Cancelled, Overloaded, RequestError, Unavailable
 from jaxinfer.request import Delta, SamplingParams
@@ -24,13 +24,14 @@ NOT_NOW = (RequestError, Overloaded, Unavailable, Cancelled)
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
-@takes(params=sampling_params, engine=engine_config)
+@takes(params=without(sampling_params, "n", "logprobs"), engine=engine_config)
 def command(
     called: typer.Context,
     ref: RefArgument = DEMO,
     *,
     server: ServerFlag = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    sampling: SamplingFlag = "none",
     params: SamplingParams,
     engine: EngineConfig,
 ) -> None:
@@ -41,8 +42,7 @@ def command(
     jaxinfer chat ./my-model --system "Answer in one sentence." --temperature 0.7
     jaxinfer chat --server localhost:50051
     """
-    if params.n != 1 or params.logprobs is not None:
-        raise RequestError("--n and --logprobs have no meaning in a chat; jaxinfer generate --chat has them")
+    params = recommended(called, ref, server, sampling, params)
     with open_source(called, ref, engine, server, 1) as source:
         print(HELP, file=sys.stderr)
         Conversation(source, params, system).run()

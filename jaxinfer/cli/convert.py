@@ -80,7 +80,7 @@ def _check_equal(ours: "Checkpoint", stored: "Checkpoint") -> None:
     from jaxinfer.checkpoint.fill import flatten
 
     wanted, found = flatten(ours.params), flatten(stored.params)
-    plain = ("config", "eos_ids", "chat_template")
+    plain = ("config", "eos_ids", "chat_template", "sampling")
     differing = [name for name in plain if getattr(ours, name) != getattr(stored, name)]
     differing += ["tokenizer"] if ours.tokenizer.files() != stored.tokenizer.files() else []
     differing += ["/".join(p) for p, x in wanted.items() if np.asarray(x).tobytes() != np.asarray(found[p]).tobytes()]

@@ -6,7 +6,7 @@ Knows: how flags become `SamplingParams` and `EngineConfig`. A group is a plain 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,10 @@ Ref = Annotated[
 ]
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="A directory, a .gguf file, hf:org/name, or demo.")]
 DEMO = "demo"
+Sampling = Literal["none", "checkpoint"]
+SamplingFlag = Annotated[
+    Sampling, typer.Option(help="Where no flag says: what the checkpoint recommends, or none of it.")
+]
 _P = SamplingParams()
 _E = EngineConfig()
 
@@ -45,6 +49,18 @@ def takes(**groups: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
         return run
 
     return decorate
+
+
+def without(group: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """The group without the flags `names`, which keep their defaults."""
+
+    @functools.wraps(group)
+    def narrowed(**values: Any) -> Any:
+        return group(**values)
+
+    kept = [flag for name, flag in inspect.signature(group).parameters.items() if name not in names]
+    narrowed.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+    return narrowed
 
 
 def sampling_params(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer.cli.flags import DEMO, Ref, engine_config, sampling_params, takes
-from jaxinfer.cli.source import ServerFlag, open_source, timing_line, utf8_input
+from jaxinfer.cli.flags import DEMO, Ref, SamplingFlag, engine_config, sampling_params, takes
+from jaxinfer.cli.source import ServerFlag, open_source, recommended, timing_line, utf8_input
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import RequestError
 from jaxinfer.request import SamplingParams
@@ -27,6 +27,7 @@ def command(
     chat: Annotated[bool, typer.Option("--chat/--raw", help="Answer as a chat model, or go on from the text.")] = False,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when finished.")] = False,
+    sampling: SamplingFlag = "none",
     params: SamplingParams,
     engine: EngineConfig,
 ) -> None:
@@ -46,6 +47,7 @@ def command(
         raise RequestError("--logprobs are printed as JSON only; add --json")
     with utf8_input():
         text = sys.stdin.read() if prompt in (None, "-") else prompt
+    params = recommended(called, ref, server, sampling, params)
     asked: Any = _messages(str(text), system) if chat else text
     with open_source(called, ref, engine, server, params.n) as source:
         if as_json or params.n > 1:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer.cli.flags import DEMO, RefArgument, engine_config, takes
+from jaxinfer.cli.flags import DEMO, RefArgument, SamplingFlag, engine_config, takes
 from jaxinfer.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def serve_options(
 def command(
     ref: RefArgument = DEMO,
     *,
+    sampling: SamplingFlag = "none",
     options: "ServeOptions",
     engine: EngineConfig,
 ) -> None:
@@ -47,7 +48,7 @@ def command(
     """
     from jaxinfer_server.launch import loading, serve
 
-    code = serve(ref, engine, options, progress=sys.stderr.isatty())
+    code = serve(ref, engine, options, sampling=sampling, progress=sys.stderr.isatty())
     if loading():
         sys.stdout.flush()
         os._exit(code)  # else Python would wait for every executable that is still being compiled

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer.cli.flags import engine_config
+from jaxinfer.cli.flags import Sampling, engine_config
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, RequestError
-from jaxinfer.request import FinishReason, Timing, Usage
+from jaxinfer.request import FinishReason, SamplingParams, Timing, Usage
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -47,9 +47,26 @@ def open_source(
         yield client
 
 
+def recommended(
+    called: typer.Context, ref: str, server: str | None, choice: Sampling, params: SamplingParams
+) -> SamplingParams:
+    """`params` with what the checkpoint `ref` recommends for the flags that the command line leaves out, if so chosen.
+
+    Raises CheckpointError as loading does.
+    """
+    if choice == "none" or server is not None:  # with a server, `open_source` refuses the flag
+        return params
+    from jaxinfer.checkpoint.load import load_generation
+
+    sampling = load_generation(ref).sampling
+    return replace(params, **{name: value for name, value in sampling.items() if not _given(called, name)})  # pyright: ignore[reportArgumentType]
+
+
 def _own_flags(called: typer.Context) -> dict[str, str]:
     """The parameters that only a model in this process has, and how a person spells them."""
-    own = [p for p in called.command.params if p.name in ("ref", *inspect.signature(engine_config).parameters)]
+    own = [
+        p for p in called.command.params if p.name in ("ref", "sampling", *inspect.signature(engine_config).parameters)
+    ]
     return {str(p.name): p.opts[0] if p.opts[0].startswith("-") else "REF" for p in own}
 
 

@@ -7,7 +7,7 @@ values that nobody knows. Both the service and the client use it.
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from jaxinfer.errors import RequestError
@@ -17,6 +17,7 @@ from jaxinfer_server.v1 import inference_pb2 as pb
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages with `role`, `content` and perhaps `name`."""
 
+DEFAULT_PARAMS = SamplingParams()
 _MESSAGE_KEYS = {"role", "content", "name"}
 _PARAM_NAMES = tuple(field.name for field in fields(SamplingParams))
 _REPEATED = ("stop", "stop_token_ids")
@@ -35,8 +36,8 @@ def params_to_wire(params: SamplingParams) -> pb.SamplingParams:
     return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-def params_from_wire(message: pb.SamplingParams) -> SamplingParams:
-    """The parameters that the message sets, and the defaults for the others.
+def params_from_wire(message: pb.SamplingParams, defaults: SamplingParams = DEFAULT_PARAMS) -> SamplingParams:
+    """The parameters that the message sets, and `defaults` for the others.
 
     Raises BadSamplingParam, naming the field, for anything out of range.
     """
@@ -45,7 +46,12 @@ def params_from_wire(message: pb.SamplingParams) -> SamplingParams:
     for name in _PARAM_NAMES:
         if name not in values and message.HasField(name):  # pyright: ignore[reportArgumentType]
             values[name] = getattr(message, name)
-    return SamplingParams(**values)
+    return replace(defaults, **values)
+
+
+def sampling_to_wire(values: Mapping[str, float | int]) -> pb.SamplingParams:
+    """The fields in `values`, and no other."""
+    return pb.SamplingParams(**values)  # pyright: ignore[reportArgumentType]
 
 
 def is_chat(prompt: Prompt) -> bool:

@@ -24,7 +24,7 @@ from jaxinfer.errors import Cancelled, DeadlineExceeded, JaxInferError, Overload
 from jaxinfer.output import failure
 from jaxinfer.request import Delta, FinishReason, Request
 from jaxinfer_server.bridge import Bridge
-from jaxinfer_server.convert import delta_to_wire
+from jaxinfer_server.convert import delta_to_wire, sampling_to_wire
 from jaxinfer_server.delta_stream import joined
 from jaxinfer_server.intake import detokenized, request_of, tokenized
 from jaxinfer_server.schema import capabilities, check_known
@@ -155,11 +155,12 @@ class InferenceService(rpc.InferenceServicer):
             slots=limits.slots,
             pages=limits.pages,
             page_size=limits.page_size,
+            recommended_sampling=sampling_to_wire(assembly.sampling),
         )
 
     async def _capabilities(self, request: pb.GetCapabilitiesRequest) -> pb.GetCapabilitiesResponse:
         check_known(request)
-        return pb.GetCapabilitiesResponse(generate=capabilities())
+        return pb.GetCapabilitiesResponse(generate=capabilities(self._model()[0].defaults))
 
     def _model(self) -> tuple[Assembly, Bridge]:
         if self._opened is None:

@@ -30,7 +30,7 @@ def request_of(assembly: Assembly, message: pb.GenerateRequest, deadline: float 
     _check_length(assembly, prompt)
     return assembly.request(
         prompt,
-        params_from_wire(message.sampling),
+        params_from_wire(message.sampling, assembly.defaults),
         request_id=message.request_id or None,
         deadline=deadline,
         priority=message.priority,

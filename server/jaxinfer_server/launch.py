@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, assemble
+from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, Sampling, assemble
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer_server.bridge import Bridge, BridgeLimits
@@ -136,14 +136,16 @@ def serve(
     *,
     say: Callable[[str], None] = _print,
     progress: bool = False,
+    sampling: Sampling = "none",
 ) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code of the process.
 
     The first signal drains: running requests finish within `options.grace` seconds. A second one ends everything at
-    once. `model` is a reference, or a function that makes the Assembly. `say` gets a line when the port is bound, when
-    requests are taken, and when the server drains. Raises CheckpointError or ConfigError.
+    once. `model` is a reference, loaded with `engine` and `sampling`, or a function that makes the Assembly. `say` gets
+    a line when the port is bound, when requests are taken, and when the server drains. Raises CheckpointError or
+    ConfigError.
     """
-    load = partial(assemble, model, engine, progress=progress) if isinstance(model, str) else model
+    load = partial(assemble, model, engine, progress=progress, sampling=sampling) if isinstance(model, str) else model
     return asyncio.run(_serve(load, options, say))
 
 

@@ -5,36 +5,26 @@ Knows: the message types and the bounds. Does not convert (`convert.py`) and doe
 
 import json
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxinfer.errors import RequestError
-from jaxinfer.request import MAX_STOP_IDS, MAX_STOP_STRINGS, SEED_BOUND, SamplingParams
+from jaxinfer.request import MAX_STOP_IDS, MAX_STOP_STRINGS, REAL_BOUNDS, WHOLE_BOUNDS, Bounds, SamplingParams
 from jaxinfer_server.v1 import inference_pb2 as pb
 
 MAX_REQUEST_ID = 128
 MAX_SALT = 256
 MAX_MESSAGES = 4_096
+DEFAULT_PARAMS = SamplingParams()
 
 _INT_MAX = 2**31 - 1
-_BOUNDS: dict[str, tuple[float, float, bool]] = {  # minimum, maximum, whether the minimum itself is refused
-    "max_tokens": (1, _INT_MAX, False),
-    "min_tokens": (0, _INT_MAX, False),
-    "temperature": (0, 100, False),
-    "top_k": (0, _INT_MAX, False),
-    "top_p": (0, 1, True),
-    "min_p": (0, 1, False),
-    "repetition_penalty": (0.01, 100, False),
-    "presence_penalty": (-100, 100, False),
-    "frequency_penalty": (-100, 100, False),
-    "seed": (0, SEED_BOUND - 1, False),
-    "n": (1, 64, False),
-    "stop": (0, MAX_STOP_STRINGS, False),
-    "stop_token_ids": (0, MAX_STOP_IDS // 2, False),
-    "logprobs": (0, 20, False),
+_BOUNDS = {
+    **WHOLE_BOUNDS,
+    **REAL_BOUNDS,
+    "stop": Bounds(0, MAX_STOP_STRINGS),
+    "stop_token_ids": Bounds(0, MAX_STOP_IDS // 2),
 }
 
 
@@ -89,8 +79,8 @@ def check_messages(chat: pb.Chat) -> None:
         raise RequestError(f"chat has {len(chat.messages)} messages; expected at most {MAX_MESSAGES}")
 
 
-def capabilities() -> list[pb.Capability]:
-    """Every field of GenerateRequest that is honoured (all of them), with default and bounds."""
+def capabilities(defaults: SamplingParams = DEFAULT_PARAMS) -> list[pb.Capability]:
+    """Every field of GenerateRequest that is honoured (all of them), its bounds and its value where it is unset."""
     found = [
         pb.Capability(field="request_id", maximum=MAX_REQUEST_ID),
         pb.Capability(field="text"),
@@ -102,18 +92,12 @@ def capabilities() -> list[pb.Capability]:
         pb.Capability(field="return_prompt_ids", default_json="false"),
     ]
     for field in pb.SamplingParams.DESCRIPTOR.fields:
-        found.append(_sampling_capability(field.name))
+        found.append(_sampling_capability(field.name, getattr(defaults, field.name)))
     return found
 
 
-def _sampling_capability(name: str) -> pb.Capability:
-    capability = pb.Capability(field=f"sampling.{name}", default_json=_default_json(name))
+def _sampling_capability(name: str, default: object) -> pb.Capability:
+    capability = pb.Capability(field=f"sampling.{name}", default_json="" if default is None else json.dumps(default))
     if name in _BOUNDS:
         capability.minimum, capability.maximum, capability.above_minimum = _BOUNDS[name]
     return capability
-
-
-def _default_json(name: str) -> str:
-    field = next(field for field in fields(SamplingParams) if field.name == name)
-    default = field.default_factory() if field.default_factory is not MISSING else field.default
-    return "" if default is None else json.dumps(default)

@@ -259,7 +259,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "family", "server_version", "vocab_size", "context", "eos_token_ids", "bos_token_id", "chat", "slots", "pages", "page_size")
+    __slots__ = ("name", "family", "server_version", "vocab_size", "context", "eos_token_ids", "bos_token_id", "chat", "slots", "pages", "page_size", "recommended_sampling")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +271,7 @@ class GetModelInfoResponse(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RECOMMENDED_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     name: str
     family: str
     server_version: str
@@ -282,7 +283,8 @@ class GetModelInfoResponse(_message.Message):
     slots: int
     pages: int
     page_size: int
-    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., server_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat: bool = ..., slots: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
+    recommended_sampling: SamplingParams
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., server_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat: bool = ..., slots: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., recommended_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()
