@@ -1,292 +1,23 @@
-"""Make tests/golden: what an independent implementation (transformers on torch, float32, CPU) answers.
+"""Make tests/golden: what independent implementations (transformers on torch, float32, CPU; llama.cpp) answer.
 
 Needs torch, transformers, gguf and nothing of jaxinfer, so that a fault of ours cannot hide in the goldens:
 
     python scripts/make_goldens.py greedy smollm2 SmolLM2-135M-Instruct.Q4_1.gguf
     python scripts/make_goldens.py greedy gemma3_270m gemma-3-270m-q4_k_m.gguf
     python scripts/make_goldens.py tiny
+    python scripts/make_goldens.py gguf --llama-cpp ~/llama.cpp --commit 0c1e57098bba43ac29e6e3b677cdceebdd22334f
+    python scripts/make_goldens.py ropes
 
-`greedy` takes a few minutes: 20 prompts, 64 ids each, and at each step how far the best logit is above the next.
-`tiny` makes Hugging Face directories of small random models, with the logits of one sequence each.
+`greedy` takes a few minutes. `tiny` makes a Hugging Face directory for each small random model, with its logits;
+`gguf` then puts beside each the file that llama.cpp's converter makes of it; both take the names of some models too.
+`ropes` makes the cosines and sines of every kind of rotary embedding.
 """
 
 import argparse
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import gguf
-import numpy as np
-import tokenizers
 import torch  # pyright: ignore[reportMissingImports]
-import transformers  # pyright: ignore[reportMissingImports]
-from transformers import (  # pyright: ignore[reportMissingImports]
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-
-GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
-STEPS = 64
-SHORT = 80  # tokens; prompts up to here share one padded batch
-TINY_VOCAB = 264
-TINY_TOKENS = 72
-
-FOX = "The quick brown fox jumps over the lazy dog, and then it sleeps in the sun. "
-PROSE = (
-    "It was a bright morning when the harbour master first saw the ship. She came in slowly, her sails torn, and "
-    "nobody stood at the wheel. By noon the whole town had gathered on the quay. Some said that she was the Margaret, "
-    "lost nine years ago on the way to Lisbon; others laughed at them. "
-)
-PROMPTS = (
-    "The",
-    "The capital of France is",
-    "Once upon a time, in a village by the sea,",
-    "Q: What is the boiling point of water at sea level?\nA:",
-    "def fibonacci(n):\n    ",
-    "import numpy as np\n\ndef softmax(x, axis=-1):\n",
-    "SELECT name, COUNT(*) FROM orders\nWHERE",
-    "<html>\n<head>\n<title>My page</title>",
-    "안녕하세요. 오늘은 날씨가",
-    "대한민국의 수도는 서울이고, 일본의 수도는",
-    "I love pizza 🍕 and sushi 🍣, but my favourite food is",
-    "🙂🙃🙂🙃🙂",
-    "1, 2, 3, 4, 5, 6,",
-    "Shopping list:\n- apples\n- bread\n- milk\n-",
-    "<|im_start|>user\nWrite a haiku about rain.<|im_end|>\n<|im_start|>assistant\n",
-    "Translate English to German.\nsea otter => Seeotter\ncheese =>",
-    PROSE,
-    PROSE * 4 + "The harbour master",
-    "\n".join(f"{n}. The square of {n} is {n * n}." for n in range(1, 24)),
-    "".join(f"Train {n} leaves platform {n % 9 + 1} at {n % 12 + 1} o'clock. {FOX}" for n in range(26)),
-)
-
-
-# ---- greedy continuations of real models -----------------------------------------------------------------------------
-
-
-def load_gguf(path: Path) -> PreTrainedModel:
-    """The model as transformers builds it, after its weights were compared with gguf's own decoding of the file."""
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    check_config(model.config)
-    check_weights(model, gguf.GGUFReader(path))
-    return model
-
-
-def check_config(config: PretrainedConfig) -> None:
-    """What a gemma3 file does not say must be what the paper says (arXiv 2503.19786)."""
-    if config.model_type != "gemma3_text":
-        return
-    thetas = {kind: rope["rope_theta"] for kind, rope in config.rope_parameters.items()}
-    assert thetas == {"full_attention": 1e6, "sliding_attention": 1e4}, thetas
-    assert config.sliding_window == 512, config.sliding_window
-    kinds = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(config.num_hidden_layers)]
-    assert config.layer_types == kinds, config.layer_types
-    assert config.tie_word_embeddings
-    assert config.query_pre_attn_scalar == 256, config.query_pre_attn_scalar
-
-
-HF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def check_weights(model: PreTrainedModel, reader: gguf.GGUFReader) -> None:
-    """Every tensor, decoded by gguf, is the model's, but for llama's order of rows and gemma's norms minus 1."""
-    gemma = model.config.model_type == "gemma3_text"
-    ffn_norm = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
-    weights = model.state_dict()
-    for tensor in reader.tensors:
-        role = tensor.name.removesuffix(".weight").split(".")
-        inner = ffn_norm if role[-1] == "ffn_norm" else HF_NAMES[role[-1]]
-        name = f"model.layers.{role[1]}.{inner}.weight" if role[0] == "blk" else f"{inner}.weight"
-        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if gemma and role[-1].endswith("norm"):
-            expected = expected - 1
-        if not gemma and role[-1] in ("attn_q", "attn_k"):
-            pairs = expected.reshape(-1, model.config.head_dim // 2, 2, expected.shape[-1])
-            expected = np.concatenate([pairs[:, :, 0], pairs[:, :, 1]], axis=1).reshape(expected.shape)
-        np.testing.assert_array_equal(weights.pop(name).numpy(), expected, err_msg=name)
-    assert set(weights) <= {"lm_head.weight"}, set(weights)
-
-
-@torch.inference_mode()
-def continue_greedily(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """STEPS further ids of each prompt, whatever they are (no end of text), and at each the gap of the two best logits.
-
-    Shorter prompts are padded on the left, masked, and keep their own positions.
-    """
-    longest = max(map(len, prompts))
-    feed = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-    tokens, gaps, cache = [], [], None
-    for _ in range(STEPS):
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -feed.shape[1] :]
-        out = model(feed, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
-        logits, cache = out.logits[:, -1], out.past_key_values
-        best = logits.topk(2).values
-        tokens.append(logits.argmax(-1))
-        gaps.append(best[:, 0] - best[:, 1])
-        feed, mask = tokens[-1][:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], dim=-1)
-    return torch.stack(tokens, dim=1), torch.stack(gaps, dim=1)
-
-
-def check_padding(model: PreTrainedModel, ids: list[int], tokens: torch.Tensor, gaps: torch.Tensor) -> None:
-    """A padded prompt continues as it does alone, up to the first tie."""
-    alone, _ = continue_greedily(model, [ids])
-    tied = (gaps < 1e-3).nonzero()
-    end = int(tied[0]) if len(tied) else STEPS
-    assert torch.equal(alone[0, :end], tokens[:end]), (alone[0], tokens)
-
-
-def greedy(name: str, path: Path) -> None:
-    """Write tests/golden/NAME.json: short prompts run as one batch, each long one alone."""
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model, ids = load_gguf(path), [tokenizer(text).input_ids for text in PROMPTS]
-    short = [index for index, prompt in enumerate(ids) if len(prompt) <= SHORT]
-    lines: dict[int, str] = {}
-    for group in [short, *([index] for index in range(len(ids)) if index not in short)]:
-        tokens, gaps = continue_greedily(model, [ids[index] for index in group])
-        if len(group) > 1:
-            check_padding(model, ids[group[0]], tokens[0], gaps[0])
-        for row, index in enumerate(group):
-            lines[index] = json.dumps(
-                {
-                    "text": PROMPTS[index],
-                    "ids": ids[index],
-                    "continuation": tokens[row].tolist(),
-                    "gaps": [round(gap, 6) for gap in gaps[row].tolist()],
-                },
-                ensure_ascii=False,
-            )
-            print(len(ids[index]), repr(tokenizer.decode(tokens[row]))[:100], float(gaps[row].min()), flush=True)
-    made_by = f"transformers {transformers.__version__}, torch {torch.__version__}, float32"
-    head = json.dumps({"file": path.name, "made_by": made_by})[:-1]
-    body = ",\n".join(lines[index] for index in sorted(lines))
-    (GOLDEN / f"{name}.json").write_text(f'{head}, "prompts": [\n{body}\n]}}\n', encoding="utf-8")
-
-
-# ---- tiny random models ----------------------------------------------------------------------------------------------
-
-
-def tiny_llama() -> PretrainedConfig:
-    """Llama 3's stretched rope, biases, a head size that is not width / heads, an untied head."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    }
-    return transformers.LlamaConfig(
-        **tiny_sizes(layers=2), attention_bias=True, rope_parameters=rope, tie_word_embeddings=False
-    )
-
-
-def tiny_mistral() -> PretrainedConfig:
-    """A window on every layer; a tied head."""
-    return transformers.MistralConfig(**tiny_sizes(layers=2), sliding_window=7, tie_word_embeddings=True)
-
-
-def tiny_gemma3() -> PretrainedConfig:
-    """Windows on two of three layers, two thetas of which the global one is stretched, capped logits."""
-    rope = {
-        "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 4.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-    }
-    return transformers.Gemma3TextConfig(
-        **tiny_sizes(layers=4),
-        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        rope_parameters=rope,
-        sliding_window=9,
-        query_pre_attn_scalar=24,
-        final_logit_softcapping=8.0,
-    )
-
-
-def tiny_sizes(layers: int) -> dict[str, Any]:
-    """Sizes that all three share; `head_dim` is not width / heads."""
-    return {
-        "vocab_size": TINY_VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-    }
-
-
-TINY: dict[str, Callable[[], PretrainedConfig]] = {
-    "tiny_llama": tiny_llama,
-    "tiny_mistral": tiny_mistral,
-    "tiny_gemma3": tiny_gemma3,
-}
-
-
-def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Weights large enough for every part to matter: biases and norms too, which are made as zeros and ones."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim == 2:
-            weight.data = noise * (2.0 / weight.shape[-1] ** 0.5)
-        elif "norm" in name:
-            weight.data = weight.data + 0.3 * noise
-        else:
-            weight.data = 0.5 * noise
-    model.tie_weights()
-
-
-def byte_tokenizer() -> tokenizers.Tokenizer:
-    """A byte-level tokenizer without a merge: 3 control tokens and the 256 bytes."""
-    control = ["<unk>", "<s>", "</s>"]
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*control, *alphabet])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(control)
-    return tokenizer
-
-
-def tiny() -> None:
-    """Write tests/golden/tiny_*: a Hugging Face directory each, and `logits.npz`."""
-    for seed, (name, make_config) in enumerate(TINY.items()):
-        config = make_config()
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        randomise(model, seed)
-        directory = GOLDEN / name
-        model.save_pretrained(directory)
-        byte_tokenizer().save(str(directory / "tokenizer.json"))
-        written = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-        (directory / "tokenizer_config.json").write_text(json.dumps(written))
-        ids = np.random.default_rng(seed).integers(0, TINY_VOCAB, TINY_TOKENS, dtype=np.int32)
-        with torch.inference_mode():
-            logits = model(torch.tensor(ids[None].astype(np.int64))).logits[0].numpy()
-        np.savez_compressed(directory / "logits.npz", ids=ids, logits=logits)
-        print(name, sum(file.stat().st_size for file in directory.iterdir()), logits.std(), np.abs(logits).max())
+from goldens import convert, greedy, ropes, tiny
 
 
 def arguments() -> argparse.Namespace:
@@ -296,11 +27,29 @@ def arguments() -> argparse.Namespace:
     command = commands.add_parser("greedy")
     command.add_argument("name", help="of the file in tests/golden")
     command.add_argument("path", type=Path, help="of the .gguf file")
-    commands.add_parser("tiny")
+    command = commands.add_parser("tiny")
+    command.add_argument("names", nargs="*", default=list(tiny.TINY), help="of models; all where none is given")
+    command = commands.add_parser("gguf")
+    command.add_argument("names", nargs="*", default=list(tiny.TINY), help="of models; all where none is given")
+    command.add_argument("--llama-cpp", type=Path, required=True, help="a checkout of llama.cpp")
+    command.add_argument("--commit", required=True, help="of that checkout, to be written down")
+    commands.add_parser("ropes")
     return parser.parse_args()
 
 
+def run(given: argparse.Namespace) -> None:
+    """Do what the command line says."""
+    if given.command == "greedy":
+        greedy.greedy(given.name, given.path)
+    elif given.command == "ropes":
+        ropes.write()
+    for name in getattr(given, "names", ()):
+        if given.command == "tiny":
+            tiny.write(name)
+        else:
+            convert.convert(name, given.llama_cpp, given.commit)
+
+
 if __name__ == "__main__":
-    given = arguments()
     torch.set_num_threads(2)
-    tiny() if given.command == "tiny" else greedy(given.name, given.path)
+    run(arguments())

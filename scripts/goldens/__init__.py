@@ -1,0 +1,1 @@
+"""What scripts/make_goldens.py is made of; nothing here knows jaxinfer."""
