@@ -6,6 +6,9 @@ Knows: spellings and ids. Does not know which tokenizer they belong to, or what 
 import re
 from collections.abc import Iterator, Mapping
 
+WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+"""Unicode's White_Space, which the `tokenizers` package strips; Python's `str.strip` takes U+001C to U+001F too."""
+
 
 class ReservedTokens:
     """A set of spellings, each with an id; the longest one at a place wins, the leftmost first.
@@ -51,11 +54,11 @@ class ReservedTokens:
         for start, end, token in self.find(text):
             left, right = self._strips.get(text[start:end], (False, False))
             between = text[done:start]
-            between = between.lstrip() if strip_left else between
-            between = between.rstrip() if left else between
+            between = between.lstrip(WHITE_SPACE) if strip_left else between
+            between = between.rstrip(WHITE_SPACE) if left else between
             parts += [between, token] if between else [token]
             done, strip_left = end, right
-        rest = text[done:].lstrip() if strip_left else text[done:]
+        rest = text[done:].lstrip(WHITE_SPACE) if strip_left else text[done:]
         return [*parts, rest] if rest else parts
 
     def break_up(self, text: str, sentinel: str) -> str:

@@ -93,7 +93,7 @@ def _add(proto: Any, settings: TokenizerSettings) -> bool:
             proto.pieces.add(piece=added.content, score=0.0)
         _mark(proto, token, added)
     ids = {piece.piece: piece for piece in proto.pieces}
-    for spelling in settings.named & ids.keys():
+    for spelling in (settings.named | {settings.bos, settings.eos}) & ids.keys():
         if ids[spelling].type == _Kind.USER_DEFINED or spelling in (settings.bos, settings.eos):
             ids[spelling].type = _Kind.CONTROL
     for spelling in filter(None, (settings.bos, settings.eos, *settings.listed)):
