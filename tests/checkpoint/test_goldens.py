@@ -1,55 +1,127 @@
-"""Hugging Face directories through our loader and decoder, against transformers' logits (scripts/make_goldens.py)."""
+"""Tiny random models of every family, in both formats, against transformers' logits (scripts/make_goldens.py).
 
+Every directory `tests/golden/tiny_*` is a case. Beside the Hugging Face directory lies `model.gguf` by llama.cpp's own
+converter, where it writes the family; where that file cannot say all of the configuration, `gguf_logits.npz` holds the
+logits of what it does say.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.load import load
+from jaxinfer.config import ModelConfig
 from jaxinfer.engine.ops import PagedOps
+from jaxinfer.model.families import FAMILIES
 from jaxinfer.model.ops import TokenBatch
 from jaxinfer.model.transformer import Transformer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-TINY = ("tiny_llama", "tiny_mistral", "tiny_gemma3")
-PAGE = 8
+NAMES = sorted(path.name for path in GOLDEN.glob("tiny_*"))
+TOKENS, PAGE = 72, 32
+FORMS = {"whole": [TOKENS], "chunked": [12] * 6, "token by token": [1] * TOKENS}
 
 
-def logits_of(path: Path, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
-    """Logits of every token of `ids`, which runs through the decoder in `chunks` of its length."""
-    checkpoint = load(str(path), dtype="float32")
-    config, model, ops = checkpoint.config, Transformer(checkpoint.config, jnp.float32), PagedOps()
-    table = jnp.arange(-(-len(ids) // PAGE), dtype=jnp.int32)[None]
-    pages = tuple(jnp.zeros((table.size, 2, config.kv_heads, PAGE, config.head_dim)) for _ in range(config.layers))
-    start, found = 0, []
+def family(name: str) -> str:
+    (architecture,) = json.loads((GOLDEN / name / "config.json").read_text())["architectures"]
+    return next(row.name for row in FAMILIES if row.hf.architecture == architecture)
 
-    @jax.jit
-    def step(params, batch: TokenBatch, pages):
+
+def proving(what: str, names: list[str], **forms: Any) -> list[Any]:
+    """A parameter per golden (and form), which proves `what` of its family."""
+    marks = {name: pytest.mark.proves(family=family(name), what=what) for name in names}
+    return [
+        pytest.param(*(name, *extra), marks=marks[name], id="-".join((name, *label)))
+        for name in names
+        for label, extra in ([((), ())] if not forms else [((form,), (chunks,)) for form, chunks in forms.items()])
+    ]
+
+
+@cache
+def checkpoint_of(path: Path) -> Checkpoint:
+    return load(str(path), dtype="float32")
+
+
+@cache
+def step_of(config: ModelConfig) -> Any:
+    """One jitted step; a GGUF file that means the same model shares its executables.
+
+    LLVM's optimisations are off: they take two thirds of the compilation, and nothing runs long here.
+    """
+    model, ops = Transformer(config, jnp.float32), PagedOps()
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def step(params: Any, batch: TokenBatch, pages: Any) -> Any:
         hidden, pages = model.apply({"params": params}, batch, pages, ops)
         return model.apply({"params": params}, hidden[0], ops, method="logits"), pages
 
+    return step
+
+
+def logits_of(config: ModelConfig, params: Any, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
+    """Logits of every token of `ids`, which runs through the decoder in `chunks` of its length."""
+    planes, heads, features = config.cache_shape
+    table = jnp.arange(-(-len(ids) // PAGE), dtype=jnp.int32)[None]
+    pages = tuple(jnp.zeros((table.size, planes, heads, PAGE, features)) for _ in range(config.layers))
+    start, found = 0, []
     for size in chunks:
         positions = jnp.arange(start, start + size, dtype=jnp.int32)[None]
         batch = TokenBatch(jnp.asarray(ids[None, start : start + size]), positions, table, jnp.array([start + size]))
-        logits, pages = step(checkpoint.params, batch, pages)
+        logits, pages = step_of(config)(params, batch, pages)
         found.append(np.asarray(logits))
         start += size
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("chunks", [[72], [12] * 6], ids=["whole", "chunked"])
-def test_logits_equal_those_of_transformers(name: str, chunks: list[int]):
-    golden = np.load(GOLDEN / name / "logits.npz")
-    found = logits_of(GOLDEN / name, golden["ids"], chunks)
+def check_logits(path: Path, golden: dict[str, np.ndarray], chunks: list[int]) -> None:
+    checkpoint = checkpoint_of(path)
+    found = logits_of(checkpoint.config, checkpoint.params, golden["ids"], chunks)
     np.testing.assert_allclose(found, golden["logits"], rtol=0, atol=1e-4)
 
 
-def test_the_goldens_could_fail():
+@pytest.mark.parametrize("name", proving("logits", NAMES))
+def test_logits_equal_those_of_transformers(name: str):
+    check_logits(GOLDEN / name, dict(np.load(GOLDEN / name / "logits.npz")), FORMS["whole"])
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), proving("decode", NAMES, **{k: v for k, v in FORMS.items() if k != "whole"})
+)
+def test_so_they_do_however_the_tokens_are_cut(name: str, chunks: list[int]):
+    check_logits(GOLDEN / name, dict(np.load(GOLDEN / name / "logits.npz")), chunks)
+
+
+@pytest.mark.parametrize("name", proving("GGUF", [name for name in NAMES if (GOLDEN / name / "model.gguf").exists()]))
+def test_the_gguf_file_gives_the_logits_of_what_it_says(name: str):
+    other = GOLDEN / name / "gguf_logits.npz"
+    golden = dict(np.load(other if other.exists() else GOLDEN / name / "logits.npz"))
+    check_logits(GOLDEN / name / "model.gguf", golden, FORMS["whole"])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "short_logits" in np.load(GOLDEN / name / "logits.npz")])
+def test_a_rope_that_depends_on_the_context_has_its_short_factors_in_a_short_one(name: str):
+    golden, checkpoint = np.load(GOLDEN / name / "logits.npz"), checkpoint_of(GOLDEN / name)
+    expected = golden["short_logits"]
+    short = replace(checkpoint.config, context=checkpoint.config.rope.original_context)
+    found = logits_of(short, checkpoint.params, golden["ids"][: len(expected)], [len(expected)])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_every_family_has_a_golden():
+    assert {family(name) for name in NAMES} == {row.name for row in FAMILIES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_golden_could_fail(name: str):
     """Logits of another size or of no spread would let a wrong decoder pass."""
-    for name in TINY:
-        logits = np.load(GOLDEN / name / "logits.npz")["logits"]
-        assert logits.shape == (72, 264)
-        assert logits.std() > 1
+    logits = np.load(GOLDEN / name / "logits.npz")["logits"]
+    assert logits.shape == (TOKENS, 264)
+    assert logits.std() > 1
