@@ -65,7 +65,7 @@ class LatentConfig:
 
     rank: of the latent. rope_dim: features of the one key beside it that turns, shared by all heads. content_dim and
     value_dim: features of a head's key out of the latent, and of its value. query_rank: of the queries' own latent,
-    None where they come straight from the stream.
+    None where they come straight from the stream. norm_eps: of the latents' norms, which is not the other norms'.
     """
 
     rank: int
@@ -73,10 +73,12 @@ class LatentConfig:
     content_dim: int
     value_dim: int
     query_rank: int | None = None
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         require_whole(self, "rank", "rope_dim", "content_dim", "value_dim")
         require_whole(self, *(("query_rank",) if self.query_rank is not None else ()))
+        require_number(self, "norm_eps")
         require(self.rope_dim % 2 == 0, f"rope_dim is {self.rope_dim}; rotary embedding needs it even")
 
 

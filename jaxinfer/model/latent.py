@@ -52,11 +52,11 @@ class LatentAttention(nn.Module):
 
     def _keys(self, x: Hidden, phases: Phases | None, ops: Ops) -> Keys:
         """What is cached of each token: its normed latent, then the key that turns; [s, t, 1, rank + rope_dim]."""
-        config, latent = self.config, self.latent
-        shape = (latent.rank + latent.rope_dim, config.width)
+        latent = self.latent
+        shape = (latent.rank + latent.rope_dim, self.config.width)
         both = ops.matmul(x, weight(self, "kv_down", ("latent", "width"), shape, self.dtype))[:, :, None]
         content, turning = jnp.split(both, [latent.rank], axis=-1)
-        content = rms_norm(content, norm_weight(self, "kv_norm", ("latent",), (latent.rank,)), config.norm_eps)
+        content = rms_norm(content, norm_weight(self, "kv_norm", ("latent",), (latent.rank,)), latent.norm_eps)
         return jnp.concatenate([content, turning if phases is None else rotate(turning, phases)], axis=-1)
 
     def _queries(self, x: Hidden, phases: Phases | None, ops: Ops) -> Queries:
@@ -76,5 +76,5 @@ class LatentAttention(nn.Module):
         if rank is None:
             return ops.matmul(x, weight(self, "query", ("heads", "head", "width"), (*shape, config.width), self.dtype))
         down = ops.matmul(x, weight(self, "q_down", ("latent", "width"), (rank, config.width), self.dtype))
-        down = rms_norm(down, norm_weight(self, "q_norm", ("latent",), (rank,)), config.norm_eps)
+        down = rms_norm(down, norm_weight(self, "q_norm", ("latent",), (rank,)), self.latent.norm_eps)
         return ops.matmul(down, weight(self, "q_up", ("heads", "head", "latent"), (*shape, rank), self.dtype))

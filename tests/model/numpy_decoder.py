@@ -76,9 +76,9 @@ def latent_attention(x: np.ndarray, layer: int, tree: Tree, config: ModelConfig)
     if latent.query_rank is None:
         queries = np.einsum("tw,hcw->thc", x, tree["query"])
     else:
-        queries = np.einsum("tq,hcq->thc", norm(x @ tree["q_down"].T, tree["q_norm"], config.norm_eps), tree["q_up"])
+        queries = np.einsum("tq,hcq->thc", norm(x @ tree["q_down"].T, tree["q_norm"], latent.norm_eps), tree["q_up"])
     down = x @ tree["kv_down"].T
-    content = norm(down[:, : latent.rank], tree["kv_norm"], config.norm_eps)
+    content = norm(down[:, : latent.rank], tree["kv_norm"], latent.norm_eps)
     shared = np.stack([turn(key, i, rope, config.context) for i, key in enumerate(down[:, latent.rank :])])
     mixed = np.zeros((len(x), config.heads, latent.value_dim))
     for head in range(config.heads):

@@ -53,7 +53,7 @@ GEMMA3 = replace(
 DEEPSEEK_EXPERTS = ExpertsConfig(
     8, 3, 10, scoring="sigmoid", scale=2.5, groups=4, active_groups=2, selection_bias=True, shared_width=14
 )
-LATENT = replace(PLAIN, kv_heads=6, head_dim=12, latent=LatentConfig(12, 4, 8, 6, query_rank=10))
+LATENT = replace(PLAIN, kv_heads=6, head_dim=12, latent=LatentConfig(12, 4, 8, 6, query_rank=10, norm_eps=0.3))
 CONFIGS = {
     "plain": PLAIN,
     "tied head": replace(PLAIN, tied_head=True),

@@ -100,7 +100,10 @@ _IMPLEMENTED = {
 
 
 def deepseek_v3_from_hf(fields: Fields) -> ModelConfig:
-    """DeepseekV3ForCausalLM. Layers that only draft tokens (`num_nextn_predict_layers`) are stored and not read."""
+    """DeepseekV3ForCausalLM. Layers that only draft tokens (`num_nextn_predict_layers`) are stored and not read.
+
+    The latents' norms have the epsilon that LatentConfig has, whatever `rms_norm_eps` says.
+    """
     fields = fields.with_defaults(_DEFAULTS)
     for name, value in _IMPLEMENTED.items():
         fields.expect(name, value)
