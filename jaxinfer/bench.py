@@ -99,11 +99,12 @@ def _check_fits(llm: LLM, streams: Sequence[int], prompt: int, output: int) -> N
         raise ConfigError(f"{max(streams)} streams need {pages} pages; the pool has {limits.pages}, raise --pages")
 
 
-def measure_machine(dtype: jnp.dtype) -> Chip:
-    """The FLOP/s of the faster of two matmuls, and the bytes/s of the faster of a read and a copy.
+def measure_machine(named: jnp.dtype | str) -> Chip:
+    """The FLOP/s of the faster of two matmuls, and the bytes/s of the faster of a read and a copy, in the dtype `named`.
 
     One matmul is square, one has few rows against many weights, as a prefill has: XLA on CPU does it twice as fast.
     """
+    dtype = jnp.dtype(named)
     matmul = jax.jit(lambda a, b: jnp.einsum("ik,jk->ij", a, b))
     add = jax.jit(lambda a: a + 1)
 

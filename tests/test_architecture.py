@@ -16,7 +16,7 @@ LAYER_0 = frozenset({"errors", "request", "plan", "config", "arrays"})
 PARTS = LAYER_0 | {"progress", "roofline", "text", "model", "pallas_kernels"}
 DRIVEN = LAYER_0 | {"text", "scheduler", "stream", "output"}
 WHOLE = PARTS | DRIVEN | {"engine", "checkpoint", "driver"}
-LIBRARY = WHOLE | {"assembly", "llm", "batch", "bench"}
+LIBRARY = WHOLE | {"assembly", "llm", "batch", "bench", "perplexity", "doctor"}
 
 SEES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -39,6 +39,8 @@ SEES: dict[str, frozenset[str]] = {
     "llm": WHOLE | {"assembly"},
     "batch": WHOLE | {"assembly", "llm"},
     "bench": WHOLE | {"assembly", "llm"},
+    "perplexity": PARTS | {"engine", "checkpoint"},
+    "doctor": PARTS | {"engine", "checkpoint", "bench"},
     "jaxinfer_server": LIBRARY | {"__init__"},
     "cli": LIBRARY | {"__init__"},
     "__init__": LIBRARY,
@@ -52,13 +54,17 @@ LATE = {"cli": frozenset({"jaxinfer_server"})}
 FOREIGN: dict[str, frozenset[str]] = {
     "asyncio": frozenset({"jaxinfer_server"}),
     "grpc": frozenset({"jaxinfer_server"}),
-    "jax": frozenset({"arrays", "model", "pallas_kernels", "engine", "checkpoint", "assembly", "bench"}),
-    "flax": frozenset({"model", "engine", "checkpoint"}),
-    "torch": frozenset(),
-    "transformers": frozenset(),
+    "jax": frozenset(
+        {"arrays", "model", "pallas_kernels", "engine", "checkpoint", "assembly", "bench", "perplexity", "doctor"}
+    ),
+    "flax": frozenset({"model", "engine", "checkpoint", "doctor"}),
+    "torch": frozenset({"doctor"}),
+    "transformers": frozenset({"doctor"}),
     "pickle": frozenset(),
 }
 """Modules of others that only some rooms may import."""
+
+REFERENCES = ("torch", "transformers")
 
 PACKAGES = {"jaxinfer": ROOT / "jaxinfer", "pallas_kernels": ROOT / "pallas_kernels"}
 SERVER = ROOT / "server" / "jaxinfer_server"
@@ -69,6 +75,7 @@ SOURCES = sorted(
     if "_pb2" not in path.name
 )
 SHIPPED = [path for path in SOURCES if ROOT / "tests" not in path.parents]
+INSTALLED = [path for path in SHIPPED if ROOT / "scripts" not in path.parents]
 TEXTS = sorted(
     path
     for pattern in ("*.py", "*.md", "*.toml", "*.txt", "*.proto", "Makefile", ".ci/run")
@@ -201,11 +208,18 @@ def text_faults(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", [path for path in SHIPPED if path.parent.name != "scripts"], ids=named)
+@pytest.mark.parametrize("path", INSTALLED, ids=named)
 def test_imports_run_one_way(path: Path):
     here = room(module_name(path))
     assert here in SEES, f"{named(path)} is a new room: give it a row in SEES"
     assert layer_faults(path.read_text(), here) == []
+
+
+@pytest.mark.parametrize("path", INSTALLED, ids=named)
+def test_the_reference_is_imported_by_one_file_of_the_doctor_inside_functions(path: Path):
+    found = [at_top for name, at_top in imports(ast.parse(path.read_text())) if name.partition(".")[0] in REFERENCES]
+    assert not any(found)
+    assert bool(found) == (named(path) == "jaxinfer/doctor/reference.py")
 
 
 def test_the_layer_table_has_no_circle():

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from jaxinfer import __version__
-from jaxinfer.cli import batch, bench, chat, convert, generate, plan, serve
+from jaxinfer.cli import batch, bench, chat, convert, doctor, generate, plan, serve
+from jaxinfer.cli import eval as evaluate
 from jaxinfer.errors import CheckpointError, ConfigError, JaxInferError, RequestError
 
 BAD_INPUT = (RequestError, ConfigError, CheckpointError)
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for module in (generate, chat, serve, batch, convert, plan, bench):
+for module in (generate, chat, serve, batch, convert, plan, bench, evaluate, doctor):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

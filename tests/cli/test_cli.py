@@ -8,13 +8,15 @@ import sys
 
 import pytest
 
-import jaxinfer
+import jaxinfer.checkpoint.load
 from jaxinfer import CacheConfig, EngineConfig, MeshConfig, SamplingParams
+from jaxinfer.checkpoint.generation import Generation
 from jaxinfer.cli import app, generate
 from jaxinfer.cli.flags import engine_config, sampling_params
 from jaxinfer.errors import BadSamplingParam, Unavailable
 
-COMMANDS = ("generate", "chat", "serve", "batch", "convert", "plan", "bench")
+RECOMMENDED = {"temperature": 0.5, "top_k": 7}
+COMMANDS = ("generate", "chat", "serve", "batch", "convert", "plan", "bench", "eval", "doctor")
 
 
 def test_help_needs_neither_jax_nor_grpc():
@@ -104,6 +106,43 @@ def test_one_prompt_does_not_wait_for_shapes_that_it_cannot_use(code, arguments,
     monkeypatch.chdir(tmp_path)
     assert code(*arguments) == 1
     assert engines == [EngineConfig(slots=slots)]
+
+
+def test_a_chat_lists_no_flag_that_it_refuses(code, capsys):
+    assert code("chat", "--help") == 0
+    listed = capsys.readouterr().out
+    assert "--top-p" in listed
+    assert "--n " not in listed
+    assert "--logprobs" not in listed
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], SamplingParams()),
+        (["--sampling", "none"], SamplingParams()),
+        (["--sampling", "checkpoint"], SamplingParams(temperature=0.5, top_k=7)),
+        (["--sampling", "checkpoint", "-t", "1.0"], SamplingParams(top_k=7)),
+        (["--sampling", "checkpoint", "--top-p", "0.5"], SamplingParams(temperature=0.5, top_k=7, top_p=0.5)),
+    ],
+)
+def test_the_checkpoint_s_sampling_is_taken_where_asked_and_where_no_flag_says(code, flags, expected, monkeypatch):
+    """A flag that is given counts, be it equal to its default."""
+    asked = []
+
+    def streamed(source, prompt, params):
+        asked.append(params)
+
+    monkeypatch.setattr(jaxinfer.checkpoint.load, "load_generation", lambda ref: Generation(sampling=RECOMMENDED))
+    monkeypatch.setattr(jaxinfer.LLM, "load", lambda *_, **__: None)
+    monkeypatch.setattr(generate, "_print_stream", streamed)
+    assert code("generate", "x", *flags) == 0
+    assert asked == [expected]
+
+
+def test_the_sampling_of_a_server_is_its_own_business(code, capsys):
+    assert code("generate", "x", "--server", "localhost:1", "--sampling", "checkpoint") == 2
+    assert "--sampling is the server's own business" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

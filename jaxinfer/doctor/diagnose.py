@@ -1,0 +1,197 @@
+"""The whole examination of one model, in order, and what came of it.
+
+Knows: which step follows which, and what counts as a fault. Prints nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.bench import measure_machine
+from jaxinfer.checkpoint.explain import explain_config, stored_tensors
+from jaxinfer.checkpoint.fill import flatten
+from jaxinfer.checkpoint.load import Checkpoint, load, resolve
+from jaxinfer.checkpoint.tensors import Tensors
+from jaxinfer.config import ModelConfig
+from jaxinfer.doctor.compare import Difference, Reference, differences, diverging_tensors, first_divergence
+from jaxinfer.doctor.forward import LOGITS, Activations, Probe
+from jaxinfer.doctor.tensors import TensorStats, inspect, suspicions
+from jaxinfer.engine.cache import page_bytes
+from jaxinfer.errors import RequestError
+from jaxinfer.progress import Report
+from jaxinfer.roofline import bound, decode_cost
+
+STEPS = 24
+PROMPT = "The capital of France is"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One prompt through our decoder.
+
+    text: what follows greedily. not_finite: the first part whose output is not. kernels: which run, and why.
+    weight_bytes and cache_bytes (per token): what the model takes in memory in `dtype`. step_ms: the least time of a
+    decode step behind this prompt on this machine, and which of the machine's limits sets it.
+    """
+
+    prompt: str
+    text: str
+    not_finite: str | None
+    kernels: str
+    dtype: str
+    weight_bytes: int
+    cache_bytes: int
+    step_ms: float
+    bound_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ours beside the reference: every part, the first that diverges, and the tensors of it that we hold otherwise."""
+
+    parts: tuple[Difference, ...]
+    diverged: str | None
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found. `suspicious` is a (tensor, why) for each tensor that looks wrong."""
+
+    name: str
+    config: ModelConfig
+    ignored: tuple[str, ...]
+    tensors: tuple[TensorStats, ...]
+    suspicious: tuple[tuple[str, str], ...]
+    run: Run
+    comparison: Comparison | None = None
+
+    @property
+    def faults(self) -> list[str]:
+        """What should not be so, one a line; empty where the model is healthy."""
+        return [f"tensor {name}: {why}" for name, why in self.suspicious] + _run_faults(self.run, self.comparison)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "faults": self.faults}
+
+
+def _run_faults(run: Run, comparison: Comparison | None) -> list[str]:
+    faults = [] if run.not_finite is None else [f"run: {run.not_finite} is not finite"]
+    if comparison is not None and comparison.diverged is not None:
+        names = comparison.tensors
+        blamed = (
+            f"the first tensor that differs is {names[0]}"
+            if names
+            else "its tensors are the same, so the arithmetic or the configuration is not"
+        )
+        faults.append(f"reference: {comparison.diverged} is the first part that diverges; {blamed}")
+    return faults
+
+
+def diagnose(
+    ref: str,
+    *,
+    prompt: str = PROMPT,
+    dtype: str = "float32",
+    reference: Path | None = None,
+    tolerance: float,
+    report: Report | None = None,
+) -> Diagnosis:
+    """Examine the model `ref`, with its weights in `dtype`; beside the Hugging Face directory `reference` if given.
+
+    tolerance: the share of a part's largest magnitude that it may differ by. Raises CheckpointError or ConfigError
+    where the model, or the reference, cannot be loaded at all; RequestError for a prompt that does not fit.
+    """
+    ignored = explain_config(ref).ignored
+    stored = stored_tensors(resolve(ref))
+    tensors = [] if stored is None else _inspect(stored, report)
+    checkpoint = load(ref, dtype=dtype, progress=report)
+    if stored is None:
+        tensors = _inspect(_Leaves(checkpoint.params), report)
+    ids = _ids(checkpoint, prompt)
+    probe = Probe(checkpoint.config, checkpoint.params, dtype, len(ids) + STEPS, checkpoint.tokenizer.vocab_size)
+    parts = probe.activations(ids)
+    return Diagnosis(
+        name=checkpoint.name,
+        config=checkpoint.config,
+        ignored=ignored,
+        tensors=tuple(tensors),
+        suspicious=tuple(suspicions(tensors, checkpoint.tokenizer.vocab_size)),
+        run=_run(checkpoint, probe, prompt, ids, parts, dtype),
+        comparison=None if reference is None else _beside(checkpoint, reference, ids, parts, tolerance),
+    )
+
+
+class _Leaves:
+    """The leaves of our own tree as tensors, for a checkpoint that stores nothing else."""
+
+    def __init__(self, params: Any) -> None:
+        self._leaves = {"/".join(path): leaf for path, leaf in flatten(params).items()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: leaf.shape for name, leaf in self._leaves.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        return np.asarray(self._leaves[name])[start:stop]
+
+
+def _inspect(tensors: Tensors, report: Report | None) -> list[TensorStats]:
+    found = []
+    for name in tensors.shapes:
+        if report:
+            report("inspect tensors", len(found), len(tensors.shapes))
+        found.append(inspect(tensors, name))
+    if report:
+        report("inspect tensors", len(found), len(found))
+    return found
+
+
+def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
+    ids, room = checkpoint.tokenizer.encode(prompt, special=True), checkpoint.config.context - STEPS
+    if not 1 <= len(ids) <= room:
+        raise RequestError(f"the prompt has {len(ids)} tokens; expected 1 to {room}: {STEPS} follow it")
+    return ids
+
+
+def _run(checkpoint: Checkpoint, probe: Probe, prompt: str, ids: Sequence[int], parts: Activations, dtype: str) -> Run:
+    broken = next((name for name, value in parts.items() if not np.isfinite(value).all()), None)
+    made: list[int] = []
+    if broken is None:
+        made, finite = probe.greedy(ids, parts[LOGITS][-1], STEPS, checkpoint.eos_ids)
+        broken = None if finite else f"{LOGITS} of the token {len(made)} behind the prompt"
+    leaves, itemsize = jax.tree.leaves(checkpoint.params), jnp.dtype(dtype).itemsize
+    step = bound(decode_cost(checkpoint.config, [len(ids) + STEPS], itemsize), measure_machine(dtype))
+    return Run(
+        prompt=prompt,
+        text=checkpoint.tokenizer.decode(made),
+        not_finite=broken,
+        kernels=probe.why,
+        dtype=dtype,
+        weight_bytes=sum(leaf.nbytes for leaf in leaves),
+        cache_bytes=page_bytes(checkpoint.config, 1, dtype),
+        step_ms=1e3 * step.seconds,
+        bound_by=step.limit,
+    )
+
+
+def _beside(
+    checkpoint: Checkpoint, reference: Path, ids: Sequence[int], parts: Activations, tolerance: float
+) -> Comparison:
+    from jaxinfer.doctor.reference import run_reference
+
+    return compared(checkpoint, run_reference(reference, ids), parts, tolerance)
+
+
+def compared(checkpoint: Checkpoint, reference: Reference, parts: Activations, tolerance: float) -> Comparison:
+    """Ours beside a reference that was run on the same ids. Raises CheckpointError where it is another model."""
+    rows = differences(parts, reference.activations)
+    first = first_divergence(rows, tolerance)
+    blamed = () if first is None else diverging_tensors(checkpoint.config, checkpoint.params, first.part, reference)
+    return Comparison(tuple(rows), first.part if first else None, tuple(blamed))
