@@ -95,26 +95,34 @@ def total_weights(config: ModelConfig) -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes that the cache holds of one token, over all layers."""
+    """Bytes that the cache holds of one token, over all layers; numbers of one byte have a float32 scale per head."""
     planes, heads, features = config.cache_shape
-    return config.layers * planes * heads * features * dtype_bytes
+    return config.layers * planes * heads * (features * dtype_bytes + (4 if dtype_bytes == 1 else 0))
 
 
-def decode_cost(config: ModelConfig, lengths: Iterable[int], dtype_bytes: int) -> Cost:
-    """One decode step of one row per entry; each entry counts the keys its query sees, its own included."""
+def decode_cost(
+    config: ModelConfig, lengths: Iterable[int], dtype_bytes: int, *, kv_dtype_bytes: int | None = None
+) -> Cost:
+    """One decode step of one row per entry; each entry counts the keys its query sees, its own included.
+
+    dtype_bytes is that of the weights, and of keys and values too unless kv_dtype_bytes is given.
+    """
     cost = Cost(0.0, (block_weights(config) + head_weights(config)) * dtype_bytes)
     for length in lengths:
-        cost += _row_cost(config, tokens=1, length=length, dtype_bytes=dtype_bytes, sampled=1)
+        cost += _row_cost(config, tokens=1, length=length, kv_dtype_bytes=kv_dtype_bytes or dtype_bytes, sampled=1)
     return cost
 
 
-def prefill_cost(config: ModelConfig, tokens: int, dtype_bytes: int, start: int = 0) -> Cost:
-    """One prefill call of `tokens` behind `start` that are cached, logits for the last one."""
+def prefill_cost(
+    config: ModelConfig, tokens: int, dtype_bytes: int, start: int = 0, *, kv_dtype_bytes: int | None = None
+) -> Cost:
+    """One prefill call of `tokens` behind `start` that are cached, logits for the last one; else as `decode_cost`."""
+    held = kv_dtype_bytes or dtype_bytes
     weights = Cost(0.0, (block_weights(config) + head_weights(config)) * dtype_bytes)
-    return weights + _row_cost(config, tokens=tokens, length=start + tokens, dtype_bytes=dtype_bytes, sampled=1)
+    return weights + _row_cost(config, tokens=tokens, length=start + tokens, kv_dtype_bytes=held, sampled=1)
 
 
-def _row_cost(config: ModelConfig, *, tokens: int, length: int, dtype_bytes: int, sampled: int) -> Cost:
+def _row_cost(config: ModelConfig, *, tokens: int, length: int, kv_dtype_bytes: int, sampled: int) -> Cost:
     """What one row adds to the reading of the weights: its matmuls, its attention, its keys and values.
 
     Of the last block it needs all keys and values, and the rest for its last token alone.
@@ -128,7 +136,7 @@ def _row_cost(config: ModelConfig, *, tokens: int, length: int, dtype_bytes: int
         queries = 1 if layer == config.layers - 1 else tokens
         pairs += _visible(length, window) - _visible(length - queries, window)
         read += min(length, window + queries - 1)
-    per_token = kv_bytes_per_token(config, dtype_bytes) // config.layers
+    per_token = kv_bytes_per_token(config, kv_dtype_bytes) // config.layers
     attention = 4.0 * config.heads * config.cache_shape[2] * pairs
     return Cost(matmul + attention, float(per_token * (read + tokens * config.layers)))
 

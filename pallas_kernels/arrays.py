@@ -5,9 +5,19 @@ t  tokens of a row          b  tokens in a page         g  query heads per key h
 p  pages in a row's table                               c  features of a head
 """
 
-from jaxtyping import Array, Float, Float32, Int32
+from typing import NamedTuple
 
-Pages = Float[Array, "n planes k b c"]
+from jaxtyping import Array, Float, Float32, Int8, Int32
+
+
+class Int8Pages(NamedTuple):
+    """Pages of int8 numbers, and what each head's key and value of a token is to be multiplied by."""
+
+    numbers: Int8[Array, "*n k b c"]
+    scales: Float32[Array, "*n k b"]
+
+
+Pages = Float[Array, "n planes k b c"] | Int8Pages
 Queries = Float[Array, "s t k g c"]
 NewKeys = Float[Array, "s t k c"]
 PageTable = Int32[Array, "s p"]

@@ -49,6 +49,7 @@ def test_a_model_that_cannot_work_is_refused_by_name(change, named):
         (lambda: CacheConfig(page_size=7), "page_size"),
         (lambda: CacheConfig(pages=0), "pages"),
         (lambda: CacheConfig(memory_fraction=0), "memory_fraction"),
+        (lambda: CacheConfig(dtype="int4"), "the cache's dtype is 'int4'"),
         (lambda: MeshConfig(tensor=0), "tensor"),
         (lambda: EngineConfig(slots=0), "slots"),
         (lambda: EngineConfig(context=1), "context"),

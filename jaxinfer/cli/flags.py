@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from jaxinfer.config import CacheConfig, DTypeName, EngineConfig, MeshConfig
+from jaxinfer.config import CacheConfig, DTypeName, EngineConfig, KVDTypeName, MeshConfig
 from jaxinfer.errors import BadSamplingParam
 from jaxinfer.request import SamplingParams
 
@@ -140,6 +140,9 @@ def engine_config(
     prefix_cache: Annotated[bool, typer.Option(help="Share pages between prompts that begin alike.")] = True,
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache.")] = _E.cache.page_size,
     pages: Annotated[int | None, typer.Option(help="Pages in the pool; unset, by --memory-fraction.")] = None,
+    kv_dtype: Annotated[
+        KVDTypeName | None, typer.Option(help="Of the KV cache: int8 holds twice to four times the tokens.")
+    ] = None,
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the memory that the pool takes.")
     ] = _E.cache.memory_fraction,
@@ -154,6 +157,6 @@ def engine_config(
         dtype=dtype,
         deterministic=deterministic,
         prefix_cache=prefix_cache,
-        cache=CacheConfig(page_size=page_size, pages=pages, memory_fraction=memory_fraction),
+        cache=CacheConfig(page_size=page_size, pages=pages, memory_fraction=memory_fraction, dtype=kv_dtype),
         mesh=MeshConfig(tensor=tensor),
     )

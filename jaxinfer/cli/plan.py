@@ -70,21 +70,23 @@ def plan_chip(config: ModelConfig, engine: EngineConfig, weights: float, chip: C
 
     Raises ConfigError where `engine` cannot serve the model on any.
     """
-    from jaxinfer.engine.cache import page_bytes
+    from jaxinfer.engine.cache import cache_dtype, page_bytes
     from jaxinfer.engine.runner import engine_context
 
     devices, dtype, context = engine.mesh.tensor, str(engine.dtype), engine_context(config, engine)
     width = 4 if dtype == "float32" else 2
+    held, held_width = cache_dtype(engine, dtype), 1 if engine.cache.dtype else width
     half = max(1, context // 2)
-    one = bound(decode_cost(config, [half], width), chip, devices)
-    full = bound(decode_cost(config, [half] * engine.slots, width), chip, devices)
-    prefill = bound(prefill_cost(config, min(engine.chunk, context), width), chip, devices)
+    one = bound(decode_cost(config, [half], width, kv_dtype_bytes=held_width), chip, devices)
+    full = bound(decode_cost(config, [half] * engine.slots, width, kv_dtype_bytes=held_width), chip, devices)
+    chunk = prefill_cost(config, min(engine.chunk, context), width, kv_dtype_bytes=held_width)
+    prefill = bound(chunk, chip, devices)
     return Row(
         chip=chip.name,
         devices=devices,
         weight_bytes=weights,
-        pages=_pages(config, engine, context, dtype, chip.memory - weights),
-        page_bytes=page_bytes(config, engine.cache.page_size, dtype, devices) / devices,
+        pages=_pages(config, engine, context, held, chip.memory - weights),
+        page_bytes=page_bytes(config, engine.cache.page_size, held, devices) / devices,
         decode_one_ms=1e3 * one.seconds,
         decode_full_ms=1e3 * full.seconds,
         decode_limit=full.limit,
@@ -117,7 +119,7 @@ def _pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: str, 
     from jaxinfer.engine.cache import page_bytes, pool_pages
 
     try:
-        pages = pool_pages(config, engine, context, dtype, int(free * engine.mesh.tensor))
+        pages = pool_pages(config, engine, context, dtype, lambda: int(free * engine.mesh.tensor))
     except ConfigError:
         return None
     devices = engine.mesh.tensor
@@ -127,10 +129,11 @@ def _pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: str, 
 
 def _table(ref: str, config: ModelConfig, engine: EngineConfig, rows: list[Row]) -> str:
     executables = 1 + len(engine.prefill_buckets) + len(engine.decode_buckets)
+    kind = f" in {engine.cache.dtype}" if engine.cache.dtype else ""
     head = [
         f"{ref}: {config.family}, {config.layers} layers, width {config.width}, vocabulary {config.vocab_size}",
         f"{engine.dtype} on {engine.mesh.tensor} device(s); {rows[0].weight_bytes / GIB:.2f} GiB of weights and "
-        f"{rows[0].page_bytes / 2**20:.2f} MiB a page of {engine.cache.page_size} tokens on each",
+        f"{rows[0].page_bytes / 2**20:.2f} MiB a page of {engine.cache.page_size} tokens{kind} on each",
         f"{executables} executables: prefill of {_listed(engine.prefill_buckets)} tokens, decode of "
         f"{_listed(engine.decode_buckets)} rows, seat",
         "",

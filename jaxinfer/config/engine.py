@@ -6,22 +6,28 @@ from typing import Literal, get_args
 from jaxinfer.config.checks import require
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
+KVDTypeName = Literal["int8"]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The page pool: `pages` of them where given, else what `memory_fraction` of the memory holds: on CPU of
     the host's, elsewhere of what the weights leave on the device.
+
+    dtype: of keys and values: None as the model computes, or int8 with a float32 scale per head and token.
     """
 
     page_size: int = 64
     pages: int | None = None
     memory_fraction: float = 0.2
+    dtype: KVDTypeName | None = None
 
     def __post_init__(self) -> None:
         require(self.page_size in (8, 16, 32, 64, 128, 256), f"page_size is {self.page_size}; expected 8, 16 ... 256")
         require(self.pages is None or self.pages > 0, f"pages is {self.pages}; expected a positive number")
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction is {self.memory_fraction}; expected 0 to 0.95")
+        names = get_args(KVDTypeName)
+        require(self.dtype in (None, *names), f"the cache's dtype is {self.dtype!r}; expected one of {names}, or None")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ Knows: bytes of a page, how much memory there is, how many pages are worth havin
 scheduler does.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import psutil
 from jax.sharding import Mesh
 
@@ -15,6 +15,7 @@ from jaxinfer.arrays import Pages
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.sharding import pages_sharding, splits_pages
 from jaxinfer.errors import ConfigError
+from pallas_kernels.pages import empty_pages
 
 
 def pages_per_sequence(page_size: int, context: int) -> int:
@@ -22,9 +23,14 @@ def pages_per_sequence(page_size: int, context: int) -> int:
     return -(-context // page_size)
 
 
+def cache_dtype(engine: EngineConfig, dtype: Any) -> Any:
+    """What pages are made of: the cache's own dtype, else the model's; int8 pages carry scales."""
+    return engine.cache.dtype or dtype
+
+
 def page_bytes(config: ModelConfig, page_size: int, dtype: Any, devices: int = 1) -> int:
-    """Bytes of one page over all layers and `devices`, each of which holds a part of it or, where it does not split,
-    the whole.
+    """Bytes of one page, its scales included, over all layers and `devices`: each holds a part of it, or the whole
+    where it does not split.
     """
     layer = jax.tree.leaves(jax.eval_shape(lambda: _layer(config, 1, page_size, dtype)))
     copies = 1 if splits_pages(config, devices) else devices
@@ -48,20 +54,22 @@ def pool_bytes(mesh: Mesh, fraction: float) -> int:
     return int(len(devices) * min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats) * fraction)
 
 
-def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: Any, room: int) -> int:
+def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: Any, room: Callable[[], int]) -> int:
     """How many pages the pool gets: what is asked for or about what fits in `room` bytes, at most what all slots fill.
 
-    Raises ConfigError where fewer than two pages (or one, where a context needs no more) fit.
+    dtype is that of the pages. room is called only where no number of pages is asked for: not every accelerator reports
+    its memory. Raises ConfigError where fewer than two pages (or one, where a context needs no more) fit.
     """
     cache = engine.cache
     per_sequence = pages_per_sequence(cache.page_size, context)
     if cache.pages is not None:
         return min(cache.pages, engine.slots * per_sequence)
     size = page_bytes(config, cache.page_size, dtype, engine.mesh.tensor)
-    fit = room // size
+    space = room()
+    fit = space // size
     if fit < min(2, per_sequence):
         raise ConfigError(
-            f"memory_fraction {cache.memory_fraction} is {room / 2**20:.1f} MiB and holds {fit} pages of "
+            f"memory_fraction {cache.memory_fraction} is {space / 2**20:.1f} MiB and holds {fit} pages of "
             f"{size / 2**20:.2f} MiB ({cache.page_size} tokens); expected {min(2, per_sequence)} or more: free memory, "
             "raise cache.memory_fraction or lower cache.page_size"
         )
@@ -88,4 +96,4 @@ def make_pages(config: ModelConfig, pages: int, page_size: int, dtype: Any, mesh
 
 def _layer(config: ModelConfig, pages: int, page_size: int, dtype: Any) -> Pages:
     planes, heads, features = config.cache_shape
-    return jnp.zeros((pages, planes, heads, page_size, features), dtype)
+    return empty_pages((pages, planes, heads, page_size, features), dtype)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
-from jaxinfer.engine.cache import pages_per_sequence, pool_bytes, pool_pages
+from jaxinfer.engine.cache import cache_dtype, pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sharding import make_mesh, param_shardings, replicated
@@ -72,9 +72,10 @@ class EngineRunner:
         enable_persistent_cache()
         mesh, context, dtype = make_mesh(engine.mesh), engine_context(config, engine), jnp.dtype(engine_dtype(engine))
         params = jax.device_put(params, param_shardings(config, mesh))
+        held = cache_dtype(engine, dtype)
         limits = Limits(
             slots=engine.slots,
-            pages=pool_pages(config, engine, context, dtype, pool_bytes(mesh, engine.cache.memory_fraction)),
+            pages=pool_pages(config, engine, context, held, lambda: pool_bytes(mesh, engine.cache.memory_fraction)),
             page_size=engine.cache.page_size,
             context=context,
             chunk=engine.chunk,
@@ -90,7 +91,7 @@ class EngineRunner:
             page_size=limits.page_size,
             slots=limits.slots,
             vocab=limits.vocab_size,
-            dtype=dtype,
+            dtype=held,
             mesh=mesh,
         )
         return cls(program, params, state, limits, engine)

@@ -48,7 +48,7 @@ def state_shardings(config: ModelConfig, mesh: Mesh) -> Any:
 def make_state(
     config: ModelConfig, *, pages: int, page_size: int, slots: int, vocab: int, dtype: Any, mesh: Mesh
 ) -> EngineState:
-    """A zeroed state on the mesh."""
+    """A zeroed state on the mesh; dtype is that of the pages."""
 
     def zeros() -> tuple[Int32[Array, " m"], History]:
         rows = (slots, vocab)

@@ -1,10 +1,11 @@
 """What paged attention means: gather every page of a row, mask, softmax. Slow, and meant to be read."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
-from pallas_kernels.pages import page_shape
+from pallas_kernels.pages import as_float32, page_shape
 
 
 def visible(positions: Positions, lengths: Lengths, keys: int, window: int | None) -> Bool[Array, "s t keys"]:
@@ -45,8 +46,8 @@ def paged_attention(
     seen = visible(positions, lengths, span, window)
     row_reads = seen.any(axis=1)  # [s, keys]
     owned = row_reads.reshape(*page_table.shape, page_size).any(axis=-1)
-    gathered = pages[jnp.where(owned, page_table, 0)]  # [s, p, planes, k, b, c]
-    by_head = jnp.moveaxis(gathered, (2, 3), (0, 2)).astype(jnp.float32)  # [planes, s, k, p, b, c]
+    gathered = as_float32(jax.tree.map(lambda pool: pool[jnp.where(owned, page_table, 0)], pages))
+    by_head = jnp.moveaxis(gathered, (2, 3), (0, 2))  # [planes, s, k, p, b, c]
     by_head = by_head.reshape(*by_head.shape[:3], span, -1)
     by_head = jnp.where(row_reads[:, None, :, None], by_head, 0.0)
     keys, values = by_head[0], by_head[-1]  # the same in a pool of one plane

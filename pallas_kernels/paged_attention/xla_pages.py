@@ -6,10 +6,10 @@ clamped.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from pallas_kernels.arrays import Pages
-from pallas_kernels.pages import page_shape
+from pallas_kernels.pages import as_float32, page_shape
 
 
 def page_owners(
@@ -28,9 +28,13 @@ def silence(values: Float[Array, "i k y c"], seen: Bool[Array, "i y"]) -> Float[
 
 
 def read_page(pages: Pages, page: Int32[Array, ""], which: int) -> Float[Array, "1 k b c"]:
-    """Keys (which = 0) or values (1) of a page in float32."""
-    _, _, k, b, c = page_shape(pages)
-    return jax.lax.dynamic_slice(pages, (page, which, 0, 0, 0), (1, 1, k, b, c))[0].astype(jnp.float32)
+    """Keys (which = 0) or values (1) of a page in float32; of a pool of int8, this page alone becomes that."""
+
+    def cut(pool: Shaped[Array, "n planes k b *c"]) -> Shaped[Array, "1 k b *c"]:
+        start = (page, which, *(0,) * (pool.ndim - 2))
+        return jax.lax.dynamic_slice(pool, start, (1, 1, *pool.shape[2:]))[0]
+
+    return as_float32(jax.tree.map(cut, pages))
 
 
 def read_side_by_side(pages: Pages, owners: Int32[Array, "i m"], which: int) -> Float[Array, "i k y c"]:

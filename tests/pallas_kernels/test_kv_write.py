@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.kv_write import reference, xla
 from pallas_kernels.kv_write.shapes import SHAPES, Shape
+from pallas_kernels.pages import quantise
 
 FORMS = {"reference": reference.kv_write, "xla": xla.kv_write}
 
@@ -93,3 +94,28 @@ def test_values_are_stored_in_the_pools_dtype() -> None:
         written = jax.jit(form)(pool.astype(jnp.bfloat16), *rest)
         assert written.dtype == jnp.bfloat16
         np.testing.assert_array_equal(written, by_hand(*map(np.asarray, (pool.astype(jnp.bfloat16), *rest))))
+
+
+@pytest.mark.parametrize("name", ["decode", "across pages, padded", "one plane"])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_int8_pool_gets_numbers_and_scales_in_the_owning_slots_and_no_other(form: str, name: str) -> None:
+    pool, keys, values, *where = make_call(*ROWS[name])
+    pages = jax.jit(quantise)(pool)
+    got = jax.jit(FORMS[form])(pages, keys, values, *where)
+    fresh = jax.jit(quantise)(keys), values if values is None else jax.jit(quantise)(values)
+    for i, leaf in enumerate(got):
+        expected = by_hand(np.asarray(pages[i]), np.asarray(fresh[0][i]), fresh[1] and np.asarray(fresh[1][i]), *where)
+        assert leaf.dtype == pages[i].dtype
+        np.testing.assert_array_equal(np.asarray(leaf), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_an_int8_pool_is_donated_and_not_copied(tokens: int) -> None:
+    pool, *rest = make_call(Shape(1, tokens, 0, 2, 64, 16), [tokens], [40])
+    pages = quantise(jnp.concatenate([jnp.asarray(pool)] * 40))
+    size = sum(leaf.nbytes for leaf in pages)
+    compiled = jax.jit(xla.kv_write, donate_argnums=0).lower(pages, *rest).compile()
+    compiled(pages, *rest)
+    assert all(leaf.is_deleted() for leaf in pages)
+    assert compiled.memory_analysis().alias_size_in_bytes == size
+    assert compiled.memory_analysis().temp_size_in_bytes < size / 4

@@ -11,6 +11,7 @@ from jaxtyping import jaxtyped
 
 from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.paged_attention.shapes import SHAPES, Shape
+from pallas_kernels.pages import as_float32, quantise
 
 FORMS = [reference.paged_attention, xla.paged_attention]
 checked_reference = jaxtyped(typechecker=beartype)(reference.paged_attention)
@@ -153,6 +154,34 @@ def test_a_chunk_is_bitwise_the_same_wherever_its_pages_lie() -> None:
     pages[moved] = one.pages
     other = one._replace(pages=pages, page_table=moved[np.clip(one.page_table, 0, len(moved) - 1)])
     np.testing.assert_array_equal(run(xla.paged_attention, other, shape), run(xla.paged_attention, one, shape))
+
+
+@pytest.mark.parametrize("name", ["decode, window", "decode, one plane", "prefill, sinks, window, softcap", "prefill"])
+def test_int8_pages_are_met_as_the_numbers_they_stand_for(name: str) -> None:
+    """NaN stands in the scales of what nobody may see."""
+    shape, lengths = SMALL[name]
+    case = make_case(shape, lengths)
+    case = case._replace(pages=jax.jit(quantise)(case.pages))
+    assert np.isnan(case.pages.scales).any()
+    wide = case._replace(pages=jax.jit(as_float32)(case.pages))
+    expected = run(reference.paged_attention, wide, shape)
+    assert np.isfinite(expected).all()
+    for form in FORMS:
+        got = run(form, case, shape)
+        assert np.isfinite(got).all()
+        real = case.positions >= 0
+        np.testing.assert_allclose(got[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (64, 1)])
+def test_int8_pages_become_float32_page_by_page(tokens: int, rows: int) -> None:
+    shape = Shape(rows, tokens, 256, 2, 2, 64, 16)
+    case = make_case(shape, [shape.length] * rows)
+    pages = jnp.concatenate([jnp.asarray(case.pages)] * (64 if rows == 1 else 16))
+    how: Any = {"window": None, "scale": 1.0, "softcap": None}
+    attend = jax.jit(lambda pages, *rest: xla.paged_attention(case.queries, pages, *rest, **how))
+    compiled = attend.lower(quantise(pages), case.page_table, case.positions, case.lengths).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pages.nbytes / 8
 
 
 def test_bfloat16_pages_are_met_in_float32() -> None:
