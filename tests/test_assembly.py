@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, FinishReason, SamplingParams
+from jaxinfer.assembly import recommended_params
 from jaxinfer.engine.compilation import compile_counter
 from jaxinfer.errors import BadSamplingParam, PromptTooLong, RequestError
 
@@ -32,6 +33,20 @@ def test_stop_and_bias_ids_outside_the_vocabulary_are_refused_by_name(llm, token
     with pytest.raises(BadSamplingParam, match=rf"logit_bias.* {token}"):
         llm.stream("bell", SamplingParams(logit_bias={token: 1.0}))
     llm.assembly.request("bell", SamplingParams(stop_token_ids=(447,), logit_bias={447: 1.0}))
+
+
+def test_calls_without_parameters_take_the_assembly_s(llm):
+    """Its defaults are ours, which change no distribution, unless the checkpoint's were asked for."""
+    assert llm.assembly.defaults == SamplingParams()
+    greedy = LLM(replace(llm.assembly, defaults=GREEDY))
+    (expected,) = llm.generate(["bell"], GREEDY)
+    assert greedy.generate(["bell"])[0].token_ids == expected.token_ids
+    assert "".join(delta.text for delta in greedy.stream("bell")) == expected.text
+
+
+def test_recommended_parameters_are_ours_where_the_checkpoint_says_nothing():
+    assert recommended_params({}) == SamplingParams()
+    assert recommended_params({"top_k": 5, "temperature": 0.5}) == SamplingParams(top_k=5, temperature=0.5)
 
 
 @pytest.mark.parametrize("prompt", [[], (), [1, True], [1, 2.0], [1, "2"], {"role": "user"}, b"bytes", None, 5, [[1]]])

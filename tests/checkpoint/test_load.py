@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.checkpoint.fill import flatten
-from jaxinfer.checkpoint.load import load, resolve
+from jaxinfer.checkpoint.load import load, load_generation, resolve, save_orbax
 from jaxinfer.errors import CheckpointError, ConfigError, JaxInferError
 
 from .makers import gguf_fields, gguf_tensors, hf_config, hf_weights, write_gguf, write_hf
@@ -275,6 +275,22 @@ def test_ends_of_text_are_the_union_of_all_who_know_one(tmp_path: Path):
     path = Path(hf_model(tmp_path, eos_token_id=5))
     (path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
     assert load(str(path), dtype="float32").eos_ids == {2, 5, 6, 7}
+
+
+def test_what_is_recommended_is_kept_and_known_without_the_weights(tmp_path: Path):
+    path = Path(hf_model(tmp_path))
+    (path / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "typical_p": 0.5}'
+    )
+    recommended = {"temperature": 0.6, "top_p": 0.9}
+    checkpoint = load(str(path), dtype="float32")
+    assert checkpoint.sampling == recommended == load_generation(str(path)).sampling
+    assert load_generation(str(path)).ignored == ("typical_p",)
+    save_orbax(checkpoint, tmp_path / "ours")
+    assert load(str(tmp_path / "ours"), dtype="float32").sampling == recommended
+    assert load_generation(str(tmp_path / "ours")).sampling == recommended
+    ref = gguf_model(tmp_path, general__sampling__top_k=5)
+    assert load(ref, dtype="float32").sampling == load_generation(ref).sampling == {"top_k": 5}
 
 
 def test_gguf_ends_of_text(tmp_path: Path):

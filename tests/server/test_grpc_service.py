@@ -20,6 +20,7 @@ from jaxinfer.errors import (
     Unavailable,
 )
 from jaxinfer.request import FinishReason, SamplingParams
+from jaxinfer_server.intake import request_of
 from jaxinfer_server.v1 import inference_pb2 as pb
 from jaxinfer_server.v1 import inference_pb2_grpc as rpc
 
@@ -356,6 +357,33 @@ def test_model_info_says_what_is_served(client):
     assert list(info.eos_token_ids) == [256]
     assert not info.HasField("bos_token_id")
     assert (info.chat, info.slots, info.pages, info.page_size) == (True, 8, 1024, 16)
+    assert not info.recommended_sampling.ListFields()
+
+
+def test_a_recommendation_is_shown_and_changes_nothing_unasked(doubles, serving):
+    assembly = replace(doubles.scripted_assembly(), sampling={"temperature": 0.25, "top_k": 3})
+    with serving(assembly).client() as client:
+        shown = client.model_info().recommended_sampling
+        assert {field.name for field, _ in shown.ListFields()} == {"temperature", "top_k"}
+        assert (shown.temperature, shown.top_k) == (0.25, 3)
+        assert defaults_of(client)["sampling.temperature"] == "1.0"
+
+
+def test_what_a_request_leaves_unset_comes_from_the_assembly(doubles, serving):
+    """A field that is set, be it to our own default, is the caller's; the others are the operator's choice."""
+    recommended = {"temperature": 0.25, "top_p": 0.5}
+    assembly = replace(doubles.scripted_assembly(), sampling=recommended, defaults=SamplingParams(**recommended))
+    message = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(temperature=1.0, stop=["s"]))
+    params = request_of(assembly, message, None).params
+    assert params == SamplingParams(temperature=1.0, top_p=0.5, stop=("s",))
+    assert request_of(assembly, pb.GenerateRequest(text="x"), None).params == SamplingParams(**recommended)
+    with serving(assembly).client() as client:
+        found = defaults_of(client)
+    assert (found["sampling.temperature"], found["sampling.top_p"], found["sampling.top_k"]) == ("0.25", "0.5", "0")
+
+
+def defaults_of(client):
+    return {capability.field: capability.default_json for capability in client.capabilities().values()}
 
 
 def test_reflection_lists_the_services(channel):
