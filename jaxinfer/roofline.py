@@ -78,10 +78,38 @@ def bound(cost: Cost, chip: Chip, devices: int = 1) -> Bound:
     return Bound(max(compute, memory), "compute" if compute >= memory else "memory")
 
 
-def block_weights(config: ModelConfig) -> int:
-    """Weights of all decoder blocks that a step multiplies by (norms, one vector each, left out)."""
-    attention = config.width * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
-    return config.layers * (attention + 3 * config.width * config.mlp_width)
+def block_weights(config: ModelConfig, tokens: int | None = None) -> int:
+    """Weights of all decoder blocks (norms and biases, a vector each, left out), or those that `tokens` pass through.
+
+    These are the same but for experts, of which no two tokens are taken to share one as long as there are others.
+    """
+    attention = config.layers * (key_weights(config) + query_weights(config))
+    return attention + sum(mlp_weights(config, layer, tokens) for layer in range(config.layers))
+
+
+def key_weights(config: ModelConfig) -> int:
+    """Weights of one layer that make what the cache holds of a token."""
+    if config.latent is None:
+        return config.width * 2 * config.kv_heads * config.head_dim
+    return config.width * (config.latent.rank + config.latent.rope_dim)
+
+
+def query_weights(config: ModelConfig) -> int:
+    """The other weights of one layer's attention."""
+    width, queries, latent = config.width, config.heads * config.head_dim, config.latent
+    if latent is None:
+        return 2 * width * queries
+    made = queries * width if latent.query_rank is None else latent.query_rank * (width + queries)
+    return made + config.heads * (latent.rank * (latent.content_dim + latent.value_dim) + latent.value_dim * width)
+
+
+def mlp_weights(config: ModelConfig, layer: int, tokens: int | None = None) -> int:
+    """Weights of the MLP of `layer`, or of its router, shared MLP and experts: all of them, or those of `tokens`."""
+    experts = config.layer_experts(layer)
+    if experts is None:
+        return 3 * config.width * config.mlp_width
+    running = experts.count if tokens is None else min(experts.count, tokens * experts.active)
+    return config.width * (experts.count + 3 * (experts.shared_width + running * experts.width))
 
 
 def head_weights(config: ModelConfig) -> int:
@@ -107,7 +135,8 @@ def decode_cost(
 
     dtype_bytes is that of the weights, and of keys and values too unless kv_dtype_bytes is given.
     """
-    cost = Cost(0.0, (block_weights(config) + head_weights(config)) * dtype_bytes)
+    lengths = list(lengths)
+    cost = Cost(0.0, (block_weights(config, len(lengths)) + head_weights(config)) * dtype_bytes)
     for length in lengths:
         cost += _row_cost(config, tokens=1, length=length, kv_dtype_bytes=kv_dtype_bytes or dtype_bytes, sampled=1)
     return cost
@@ -118,7 +147,9 @@ def prefill_cost(
 ) -> Cost:
     """One prefill call of `tokens` behind `start` that are cached, logits for the last one; else as `decode_cost`."""
     held = kv_dtype_bytes or dtype_bytes
-    weights = Cost(0.0, (block_weights(config) + head_weights(config)) * dtype_bytes)
+    last = config.layers - 1
+    unread = mlp_weights(config, last, tokens) - mlp_weights(config, last, 1)  # which one token alone goes through
+    weights = Cost(0.0, (block_weights(config, tokens) - unread + head_weights(config)) * dtype_bytes)
     return weights + _row_cost(config, tokens=tokens, length=start + tokens, kv_dtype_bytes=held, sampled=1)
 
 
@@ -127,8 +158,8 @@ def _row_cost(config: ModelConfig, *, tokens: int, length: int, kv_dtype_bytes: 
 
     Of the last block it needs all keys and values, and the rest for its last token alone.
     """
-    beyond_keys = config.width * (2 * config.head_dim * config.heads + 3 * config.mlp_width)
-    through_blocks = block_weights(config) * tokens - beyond_keys * (tokens - 1)
+    beyond_keys = query_weights(config) + mlp_weights(config, config.layers - 1, 1)
+    through_blocks = block_weights(config, 1) * tokens - beyond_keys * (tokens - 1)
     matmul = 2.0 * (through_blocks + head_weights(config) * sampled)
     pairs = read = 0
     for layer in range(config.layers):

@@ -1,13 +1,17 @@
 """The bound's arithmetic: counted from the parameter tree, by hand, and by brute force."""
 
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ExpertsConfig, LatentConfig, ModelConfig
+from jaxinfer.model.families import config_from_hf
 from jaxinfer.model.transformer import abstract_params
 from jaxinfer.roofline import (
     CHIPS,
@@ -21,6 +25,8 @@ from jaxinfer.roofline import (
     prefill_cost,
     total_weights,
 )
+
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def config(*, windows: tuple[int | None, ...] = (), tied: bool = True) -> ModelConfig:
@@ -40,10 +46,57 @@ def config(*, windows: tuple[int | None, ...] = (), tied: bool = True) -> ModelC
     )
 
 
+def matrices(model):
+    """Sizes of the leaves that a step multiplies by, by path: biases, norms and sinks are left out."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(abstract_params(model, "float32"))
+    named = {"/".join(str(key.key) for key in path): math.prod(leaf.shape) for path, leaf in paths}
+    return {name: size for name, size in named.items() if not name.endswith(("norm", "bias", "sinks"))}
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_those_of_the_parameter_tree(tied):
-    leaves = jax.tree.leaves(abstract_params(config(tied=tied), "float32"))
-    assert total_weights(config(tied=tied)) == sum(math.prod(x.shape) for x in leaves if len(x.shape) > 1)
+    assert total_weights(config(tied=tied)) == sum(matrices(config(tied=tied)).values())
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("tiny_*")), ids=lambda path: path.name)
+def test_weights_of_every_family_are_those_of_its_parameter_tree(path):
+    model = config_from_hf(json.loads((path / "config.json").read_text()))
+    assert total_weights(model) == sum(matrices(model).values())
+
+
+def sparse():
+    """Latent attention, one dense layer, then experts and a shared MLP."""
+    return replace(
+        config(),
+        kv_heads=4,
+        latent=LatentConfig(rank=10, rope_dim=2, content_dim=4, value_dim=5, query_rank=7),
+        experts=ExpertsConfig(count=8, active=3, width=12, shared_width=6),
+        dense_layers=(0,),
+    )
+
+
+def routed(name):
+    return name.split("/")[-2:] in (["experts", "gate_up"], ["experts", "down"])
+
+
+@given(st.integers(1, 6))
+def test_a_token_works_with_its_own_experts_alone(rows):
+    model, leaves = sparse(), matrices(sparse())
+    experts = sum(size for name, size in leaves.items() if routed(name))
+    others = sum(size for name, size in leaves.items() if not routed(name))  # the tied embedding as the head
+    cost = decode_cost(model, [1] * rows, 4)
+    pairs = 4 * model.heads * model.cache_shape[2] * model.layers
+    assert cost.flops == rows * (2 * (others + experts * 3 / 8) + pairs)
+    held = 2 * kv_bytes_per_token(model, 4)  # one read, one written
+    assert cost.bytes == 4 * (others + experts * min(8, 3 * rows) / 8) + rows * held
+
+
+def test_the_last_block_reads_the_experts_of_one_token():
+    model = sparse()
+    assert decode_cost(model, [9], 4) == prefill_cost(model, 1, 4, start=8)
+    block = 3 * model.width * 12
+    read = prefill_cost(model, 2, 4).bytes - prefill_cost(model, 1, 4).bytes
+    assert read == 4 * 3 * block + 2 * kv_bytes_per_token(model, 4)  # of two sparse layers the first reads 3 more
 
 
 def test_a_decode_row_is_a_prefill_of_one_token():

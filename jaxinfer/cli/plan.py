@@ -11,7 +11,17 @@ import typer
 from jaxinfer.cli.flags import DEMO, RefArgument, engine_config, takes
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.errors import ConfigError
-from jaxinfer.roofline import CHIPS, GIB, Chip, bound, decode_cost, prefill_cost
+from jaxinfer.roofline import (
+    CHIPS,
+    GIB,
+    Chip,
+    block_weights,
+    bound,
+    decode_cost,
+    head_weights,
+    prefill_cost,
+    total_weights,
+)
 
 
 @takes(engine=engine_config)
@@ -131,7 +141,8 @@ def _table(ref: str, config: ModelConfig, engine: EngineConfig, rows: list[Row])
     executables = 1 + len(engine.prefill_buckets) + len(engine.decode_buckets)
     kind = f" in {engine.cache.dtype}" if engine.cache.dtype else ""
     head = [
-        f"{ref}: {config.family}, {config.layers} layers, width {config.width}, vocabulary {config.vocab_size}",
+        f"{ref}: {config.family}, {config.layers} layers, width {config.width}, vocabulary {config.vocab_size}; "
+        f"{_weights(config)}",
         f"{engine.dtype} on {engine.mesh.tensor} device(s); {rows[0].weight_bytes / GIB:.2f} GiB of weights and "
         f"{rows[0].page_bytes / 2**20:.2f} MiB a page of {engine.cache.page_size} tokens{kind} on each",
         f"{executables} executables: prefill of {_listed(engine.prefill_buckets)} tokens, decode of "
@@ -142,6 +153,13 @@ def _table(ref: str, config: ModelConfig, engine: EngineConfig, rows: list[Row])
     columns = (*columns, f"prefill, {engine.chunk}", "bound by")
     lines = [columns, ("---", *("--:",) * (len(columns) - 1)), *(_cells(row, engine.cache.page_size) for row in rows)]
     return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def _weights(config: ModelConfig) -> str:
+    """How many weights there are, and how many of them a token passes through where experts are chosen."""
+    total = f"{total_weights(config):,} weights"
+    chosen = block_weights(config, tokens=1) + head_weights(config)
+    return f"{total}, {chosen:,} of them for each token" if config.experts else total
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -14,7 +14,7 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.model.transformer import abstract_params, logical_axes
 
 TENSOR = "tensor"
-SPLIT_AXES = frozenset({"vocab", "kv_heads", "mlp"})
+SPLIT_AXES = frozenset({"vocab", "kv_heads", "heads", "mlp"})
 """Logical axes that go to the mesh axis `tensor`; every other one is replicated."""
 
 
@@ -33,11 +33,21 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 
 def check_divisible(config: ModelConfig, parts: int) -> None:
-    """Raise ConfigError where the kv heads or the MLP do not split evenly over `parts` devices."""
-    for name in ("kv_heads", "mlp_width"):
-        size = getattr(config, name)
+    """Raise ConfigError where the heads or an MLP of the model do not split evenly over `parts` devices."""
+    for name, size in _split_sizes(config).items():
         if size % parts:
             raise ConfigError(f"mesh.tensor {parts} does not divide the model's {name} {size}; choose a divisor of it")
+
+
+def _split_sizes(config: ModelConfig) -> dict[str, int]:
+    """What must be divided, by name: heads (with latent attention there is one key for all) and each kind of MLP."""
+    sizes = {"heads": config.heads} if config.latent else {"kv_heads": config.kv_heads}
+    for experts in map(config.layer_experts, range(config.layers)):
+        if experts is None:
+            sizes["mlp_width"] = config.mlp_width
+        else:
+            sizes |= {"experts.width": experts.width, "experts.shared_width": experts.shared_width}
+    return sizes
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from jaxinfer.checkpoint.load import load_config
 from jaxinfer.cli.plan import plan_chip, weight_bytes
 from jaxinfer.roofline import CHIPS, Chip, kv_bytes_per_token, total_weights
 
+TESTS = Path(__file__).parents[1]
 ENGINE = EngineConfig(slots=4, context=96, chunk=32, cache=CacheConfig(page_size=16, pages=24))
 
 
@@ -27,6 +29,17 @@ def test_plan_says_what_fits_and_how_fast_without_loading(code, tiny_path, capsy
     out = capsys.readouterr().out
     assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:] == ["H100", "L4"]
     assert code(*arguments, "--chip", "abacus") == 2
+
+
+def test_plan_counts_the_weights_and_those_that_a_token_passes(code, tiny_path, capsys):
+    assert code("plan", str(tiny_path), "--chip", "L4") == 0
+    assert f"; {total_weights(load_config(str(tiny_path))):,} weights\n" in capsys.readouterr().out
+    assert code("plan", str(TESTS / "golden" / "tiny_mixtral"), "--chip", "L4") == 0
+    head, attention, expert = 264 * 32, 32 * 12 * (2 * 4 + 2 * 2), 3 * 32 * 24
+    all_of_them, chosen = (2 * (attention + 32 * 4 + n * expert) for n in (4, 2))
+    assert (
+        f"; {all_of_them + 2 * head:,} weights, {chosen + head:,} of them for each token\n" in capsys.readouterr().out
+    )
 
 
 def test_plan_counts_the_executables_that_warm_up_makes(code, llm, tiny_path, flags, capsys):
@@ -47,3 +60,16 @@ def test_plan_splits_over_devices_and_says_what_does_not_fit(tiny_path):
 def test_plan_refuses_what_the_engine_would_refuse(code, tiny_path, capsys):
     assert code("plan", str(tiny_path), "--tensor", "4") == 2
     assert "kv_heads 2" in capsys.readouterr().err
+
+
+def test_plan_counts_pages_of_int8_with_their_scales(code, tiny_path, capsys):
+    arguments = ["plan", str(tiny_path), "--page-size", "16", "--chunk", "32", "--chip", "L4", "--json"]
+    assert code(*arguments) == 0
+    (plain,) = json.loads(capsys.readouterr().out)
+    assert code(*arguments, "--kv-dtype", "int8") == 0
+    (int8,) = json.loads(capsys.readouterr().out)
+    assert int8["page_bytes"] == 16 * kv_bytes_per_token(load_config(str(tiny_path)), 1) < plain["page_bytes"]
+    assert int8["decode_full_ms"] < plain["decode_full_ms"]
+    assert int8["weight_bytes"] == plain["weight_bytes"]
+    assert code(*arguments[:-1], "--kv-dtype", "int8") == 0
+    assert "MiB a page of 16 tokens in int8 on each" in capsys.readouterr().out
