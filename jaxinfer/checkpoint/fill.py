@@ -43,6 +43,7 @@ def fill(
     names or shapes are not those that `config` asks for.
     """
     check_layers(config, len(tensors.shapes))
+    _check_experts(config, naming, len(tensors.shapes))
     flat = flatten(abstract_params(config, dtype))
     leaves = [leaf_of(config, naming, path, leaf.shape) for path, leaf in flat.items()]
     ignored = {*unused, *unread_tensors(config, naming, tensors.shapes)}
@@ -89,6 +90,15 @@ def check_layers(config: ModelConfig, tensors: int) -> None:
     """A hostile layer count is refused before a tree of that size is traced."""
     if config.layers > tensors:
         raise CheckpointError(f"configuration has {config.layers} layers, but the checkpoint has {tensors} tensors")
+
+
+def _check_experts(config: ModelConfig, naming: Naming, tensors: int) -> None:
+    """As for layers, where each expert has tensors of its own."""
+    apart = any("{e}" in name for names in naming.names.values() for name in names)
+    if apart and config.experts is not None and config.experts.count > tensors:
+        raise CheckpointError(
+            f"configuration has {config.experts.count} experts, but the checkpoint has {tensors} tensors"
+        )
 
 
 def check_tensors(leaves: Sequence[Leaf], shapes: Mapping[str, tuple[int, ...]]) -> None:

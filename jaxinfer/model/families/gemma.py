@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.families import llama
-from jaxinfer.model.families.fields import Fields
+from jaxinfer.model.families.fields import MAX_LAYERS, Fields
 from jaxinfer.model.families.leaves import Naming
 from jaxinfer.model.families.sizes import Shapes, Windows, every, windows_by_type
 
@@ -75,7 +75,7 @@ def _switches(width: int) -> Mapping[str, Any]:
 
 
 def _windows2(fields: Fields) -> Windows:
-    layers = fields.whole("num_hidden_layers")
+    layers = fields.whole("num_hidden_layers", high=MAX_LAYERS)
     window = None if fields.get("sliding_window") is None else fields.whole("sliding_window")
     by_type = windows_by_type(fields, layers, window)
     if by_type is not None:
@@ -90,7 +90,7 @@ def gemma_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
 
 def gemma2_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
     """llama.cpp's `gemma2`; the file says nothing of the pattern (2) and of the queries' scale."""
-    layers, width = fields.whole("gemma2.block_count"), fields.whole("gemma2.embedding_length")
+    layers, width = fields.whole("gemma2.block_count", high=MAX_LAYERS), fields.whole("gemma2.embedding_length")
     # The 27B model alone scales by width / heads (144) instead of head_dim (128); no field says so.
     scalar = fields.whole("gemma2.attention.key_length", 256)
     if layers == _LAYERS2_27B:

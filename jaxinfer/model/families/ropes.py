@@ -113,7 +113,8 @@ def _turning(fields: Fields, head_dim: int, partial: bool) -> int | None:
     """How many features turn, None for all; a family that turns whole heads refuses any part of one."""
     if not partial:
         fields.expect("partial_rotary_factor", 1.0)
-    return part_of(int(head_dim * fields.number("partial_rotary_factor", 1.0)), head_dim)
+    size = min(head_dim * fields.number("partial_rotary_factor", 1.0), MAX_WHOLE)
+    return part_of(int(size), head_dim)
 
 
 def part_of(size: int, head_dim: int) -> int | None:
