@@ -31,9 +31,8 @@ def convert(name: str, llama_cpp: Path, commit: str) -> None:
     path = directory / "model.gguf"
     run_converter(directory, path, llama_cpp)
     reader = gguf.GGUFReader(path)
-    tokens = next(int(tensor.shape[1]) for tensor in reader.tensors if tensor.name == "token_embd.weight")
-    if tiny.gguf or tokens != tiny.config.vocab_size:
-        write_logits(tiny, directory, tokens)
+    if tiny.gguf:
+        write_logits(tiny, directory)
     if tiny.packed:
         check_experts(reader, directory)
     made_by = json.loads((directory / "made_by.json").read_text())
@@ -49,12 +48,12 @@ def run_converter(directory: Path, path: Path, llama_cpp: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def write_logits(tiny: Tiny, directory: Path, tokens: int) -> None:
-    """`gguf_logits.npz`: what the model that the file does say gives, over the `tokens` that it has."""
-    ids = np.minimum(ids_of(tiny), tokens - 1)
+def write_logits(tiny: Tiny, directory: Path) -> None:
+    """`gguf_logits.npz`: what the model that the file does say gives."""
+    ids = ids_of(tiny)
     model = checks.rebuilt(build(tiny), tiny.gguf or {})
     logits = checks.logits_of(model, torch.tensor(ids.astype(np.int64)))
-    np.savez_compressed(directory / "gguf_logits.npz", ids=ids, logits=logits[:, :tokens].numpy())
+    np.savez_compressed(directory / "gguf_logits.npz", ids=ids, logits=logits.numpy())
 
 
 def check_experts(reader: gguf.GGUFReader, directory: Path) -> None:

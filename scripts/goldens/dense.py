@@ -3,7 +3,7 @@
 llama.cpp's files cannot say everything; `gguf` of a row lists what its reader takes for granted instead:
 * `llama` has no window, so a file of Mistral's or a windowed qwen2 means a model that sees all;
 * `gemma2` has a window on every other layer from the first, and divides queries by the root of the head size;
-* `gemma3` has a full layer at every sixth alone, the same division, and embeddings cut to the tokenizer's tokens;
+* `gemma3` has a full layer at every sixth alone, and the same division;
 * `phi3` of a rope that nothing stretches is refused by the converter, and its windows are ignored by llama.cpp.
 """
 

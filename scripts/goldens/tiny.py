@@ -81,11 +81,13 @@ def write_config(tiny: Tiny, directory: Path) -> None:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A byte-level tokenizer without a merge: 3 control tokens and the 256 bytes."""
-    control = ["<unk>", "<s>", "</s>"]
+    """A byte-level tokenizer: 3 control tokens, the 256 bytes, and as many merges as the vocabulary has room for."""
+    control, merges = ["<unk>", "<s>", "</s>"], [("Ġ", "t"), ("h", "e"), ("i", "n"), ("Ġt", "he"), ("e", "r")]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*control, *alphabet])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokens = [*control, *alphabet, *("".join(pair) for pair in merges)]
+    assert len(tokens) == VOCAB
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(control)
