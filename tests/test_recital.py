@@ -1,5 +1,6 @@
 """The tiny checkpoint through the Python door: it says its text, whole or while it is made, and then it stops."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,14 @@ def test_it_stops_before_a_stop_string(llm: LLM, text: str):
     )
     assert output.text == text[text.index("There were guests") : text.index(stop)]
     assert output.choices[0].stop_reason == stop
+
+
+def test_int8_keys_and_values_recite_it_too(tiny_path: Path, text: str):
+    """From the first line, with nothing in the cache, and again from the pages that the first time left."""
+    llm = LLM.load(str(tiny_path), replace(ENGINE, cache=replace(ENGINE.cache, dtype="int8")), progress=False)
+    prompt = text[: text.index("There were guests")]
+    (first,), (again,) = (llm.generate([prompt], GREEDY) for _ in range(2))
+    assert (first.usage.cached_tokens, again.usage.cached_tokens > 0) == (0, True)
+    assert prompt + first.text == prompt + again.text == text
+    assert again.token_ids == first.token_ids
+    assert llm.assembly.runner.compilations["serving"] == 0
