@@ -100,7 +100,7 @@ def _check_fits(llm: LLM, streams: Sequence[int], prompt: int, output: int) -> N
 
 
 def measure_machine(named: jnp.dtype | str) -> Chip:
-    """The FLOP/s of the faster of two matmuls, and the bytes/s of the faster of a read and a copy, in the dtype `named`.
+    """The FLOP/s of the faster of two matmuls, and the bytes/s of the faster of a read and a copy, in dtype `named`.
 
     One matmul is square, one has few rows against many weights, as a prefill has: XLA on CPU does it twice as fast.
     """
@@ -154,12 +154,16 @@ def _run(llm: LLM, streams: int, prompt: int, output: int) -> list[Output]:
 
 def _row(llm: LLM, machine: Chip, dtype_bytes: int, streams: int, prompt: int, output: int) -> Row:
     timings = [made.timing for made in _run(llm, streams, prompt, output)]
-    config, chunk = llm.assembly.config, llm.assembly.engine.chunk
+    config, engine = llm.assembly.config, llm.assembly.engine
+    chunk, held = engine.chunk, 1 if engine.cache.dtype else dtype_bytes
     ttft = sorted(timing.ttft for timing in timings)
     gaps = sorted(gap for timing in timings for gap in timing.itl)
-    prefills = [prefill_cost(config, min(chunk, prompt - at), dtype_bytes, at) for at in range(0, prompt, chunk)]
+    prefills = [
+        prefill_cost(config, min(chunk, prompt - at), dtype_bytes, at, kv_dtype_bytes=held)
+        for at in range(0, prompt, chunk)
+    ]
     prefill_seconds = streams * sum(roofline(cost, machine).seconds for cost in prefills)
-    decode = decode_cost(config, [prompt + output // 2] * streams, dtype_bytes)
+    decode = decode_cost(config, [prompt + output // 2] * streams, dtype_bytes, kv_dtype_bytes=held)
     return Row(
         streams=streams,
         ttft_p50=1e3 * quantile(ttft, 0.5),
