@@ -5,7 +5,7 @@ converter, where it writes the family; where that file cannot say all of the con
 logits of what it does say.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -24,25 +24,9 @@ from jaxinfer.model.families import FAMILIES
 from jaxinfer.model.ops import TokenBatch
 from jaxinfer.model.transformer import Transformer
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = sorted(path.name for path in GOLDEN.glob("tiny_*"))
+from .goldens import GOLDEN, NAMES, WITH_GGUF, family, proving
+
 TOKENS, PAGE = 72, 32
-FORMS = {"whole": [TOKENS], "chunked": [12] * 6, "token by token": [1] * TOKENS}
-
-
-def family(name: str) -> str:
-    (architecture,) = json.loads((GOLDEN / name / "config.json").read_text())["architectures"]
-    return next(row.name for row in FAMILIES if row.hf.architecture == architecture)
-
-
-def proving(what: str, names: list[str], **forms: Any) -> list[Any]:
-    """A parameter per golden (and form), which proves `what` of its family."""
-    marks = {name: pytest.mark.proves(family=family(name), what=what) for name in names}
-    return [
-        pytest.param(*(name, *extra), marks=marks[name], id="-".join((name, *label)))
-        for name in names
-        for label, extra in ([((), ())] if not forms else [((form,), (chunks,)) for form, chunks in forms.items()])
-    ]
 
 
 @cache
@@ -81,29 +65,28 @@ def logits_of(config: ModelConfig, params: Any, ids: np.ndarray, chunks: list[in
     return np.concatenate(found)
 
 
-def check_logits(path: Path, golden: dict[str, np.ndarray], chunks: list[int]) -> None:
+def check_logits(path: Path, golden: Mapping[str, np.ndarray], chunks: list[int]) -> None:
     checkpoint = checkpoint_of(path)
     found = logits_of(checkpoint.config, checkpoint.params, golden["ids"], chunks)
     np.testing.assert_allclose(found, golden["logits"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", proving("logits", NAMES))
+@pytest.mark.parametrize("name", proving("logits"))
 def test_logits_equal_those_of_transformers(name: str):
-    check_logits(GOLDEN / name, dict(np.load(GOLDEN / name / "logits.npz")), FORMS["whole"])
+    check_logits(GOLDEN / name, np.load(GOLDEN / name / "logits.npz"), [TOKENS])
 
 
-@pytest.mark.parametrize(
-    ("name", "chunks"), proving("decode", NAMES, **{k: v for k, v in FORMS.items() if k != "whole"})
-)
+@pytest.mark.parametrize("name", proving("decode"))
+@pytest.mark.parametrize("chunks", [[12] * 6, [1] * TOKENS], ids=["chunked", "token by token"])
 def test_so_they_do_however_the_tokens_are_cut(name: str, chunks: list[int]):
-    check_logits(GOLDEN / name, dict(np.load(GOLDEN / name / "logits.npz")), chunks)
+    check_logits(GOLDEN / name, np.load(GOLDEN / name / "logits.npz"), chunks)
 
 
-@pytest.mark.parametrize("name", proving("GGUF", [name for name in NAMES if (GOLDEN / name / "model.gguf").exists()]))
+@pytest.mark.parametrize("name", proving("GGUF", WITH_GGUF))
 def test_the_gguf_file_gives_the_logits_of_what_it_says(name: str):
     other = GOLDEN / name / "gguf_logits.npz"
-    golden = dict(np.load(other if other.exists() else GOLDEN / name / "logits.npz"))
-    check_logits(GOLDEN / name / "model.gguf", golden, FORMS["whole"])
+    golden = np.load(other if other.exists() else GOLDEN / name / "logits.npz")
+    check_logits(GOLDEN / name / "model.gguf", golden, [TOKENS])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "short_logits" in np.load(GOLDEN / name / "logits.npz")])

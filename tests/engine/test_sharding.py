@@ -1,6 +1,7 @@
 """Two devices give the tokens of one; what cannot be split is refused. (`tests/conftest.py` forces four devices.)"""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxinfer.config import MeshConfig
+from jaxinfer.checkpoint.load import load
+from jaxinfer.config import CacheConfig, ExpertsConfig, LatentConfig, MeshConfig
+from jaxinfer.engine.runner import EngineRunner
 from jaxinfer.engine.sharding import make_mesh, pages_sharding, param_shardings
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.transformer import abstract_params
@@ -17,6 +20,7 @@ from jaxinfer.request import SamplingParams
 
 from .driver import ENGINE, GREEDY, MODEL, Seq, generate, ids, make_runner, prompt, run
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 TWO = MeshConfig(tensor=2)
 
 
@@ -87,3 +91,43 @@ def test_more_parts_than_kv_heads_are_refused():
 def test_more_parts_than_devices_are_refused():
     with pytest.raises(ConfigError, match=r"mesh.tensor is 64, but JAX sees \d+ cpu device"):
         make_mesh(MeshConfig(tensor=64))
+
+
+EXPERTS = replace(MODEL, experts=ExpertsConfig(4, 2, 12, shared_width=6), dense_layers=(0,))
+LATENT = replace(MODEL, kv_heads=4, latent=LatentConfig(rank=10, rope_dim=4, content_dim=4, value_dim=6))
+
+
+def test_what_must_be_divided_follows_the_layers():
+    """The MLP's width counts where a layer has one, the experts' where one has them; with a latent all heads do."""
+    two, four = make_mesh(TWO), make_mesh(MeshConfig(tensor=4))
+    assert param_shardings(LATENT, four)["block_0"]["attention"]["key_up"].spec == PartitionSpec("tensor", None, None)
+    specs = param_shardings(EXPERTS, two)["block_1"]["experts"]
+    assert specs["gate_up"].spec == PartitionSpec(None, None, "tensor", None)
+    assert specs["shared"]["down"].spec == PartitionSpec(None, "tensor")
+    assert specs["router"].spec == PartitionSpec(None, None)
+    param_shardings(replace(EXPERTS, mlp_width=63, dense_layers=()), two)
+    for wrong, name in (
+        (replace(EXPERTS, mlp_width=63), "mlp_width 63"),
+        (replace(EXPERTS, experts=ExpertsConfig(4, 2, 13)), r"experts.width 13"),
+        (replace(EXPERTS, experts=ExpertsConfig(4, 2, 12, shared_width=5)), r"experts.shared_width 5"),
+        (replace(LATENT, heads=3, kv_heads=3), "heads 3"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            param_shardings(wrong, two)
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3_moe", "tiny_deepseek_v3"])
+def test_two_devices_equal_one_with_experts_and_with_a_latent(name):
+    """No token of these goldens has two experts near a tie, so rounding cannot choose another one."""
+    checkpoint, made = load(str(GOLDEN / name), dtype="float32"), []
+    for mesh in (MeshConfig(), TWO):
+        engine = replace(ENGINE, mesh=mesh, cache=CacheConfig(page_size=32, pages=48))
+        runner = EngineRunner.build(checkpoint.config, checkpoint.params, engine)
+        runner.warm_up()
+        sequences = [Seq(prompt(20, i), i, GREEDY) for i in range(2)]
+        for sequence in sequences:
+            sequence.pages = sequence.pages[:4]  # of 32 tokens
+        made.append(generate(runner, sequences, 6))
+    for one, two in zip(*made, strict=True):
+        assert ids(one) == ids(two)
+        np.testing.assert_allclose([t.logprob for t in two], [t.logprob for t in one], atol=1e-4)

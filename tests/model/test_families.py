@@ -76,6 +76,7 @@ def gguf_fields(prefix: str, **changes: Any) -> dict[str, Any]:
 # ---- llama -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves(family="llama", what="config")
 def test_llama_is_read():
     assert config_from_hf(LLAMA) == ModelConfig(
         family="llama",
@@ -98,12 +99,14 @@ def test_a_head_size_of_its_own():
     assert (config.head_dim, config.query_scale) == (64, 0.125)
 
 
+@pytest.mark.proves(family="llama", what="config")
 def test_attention_bias_is_on_the_output_projection_too():
     config = config_from_hf({**LLAMA, "attention_bias": True})
     assert config.attention_bias
     assert config.output_bias
 
 
+@pytest.mark.proves(family="llama", what="config")
 def test_the_rope_is_read_by_the_rules_of_ropes():
     config = config_from_hf({**LLAMA, "rope_scaling": LLAMA3_ROPE})
     assert config.rope == RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 128)
@@ -164,6 +167,7 @@ def test_the_model_type_serves_where_there_is_no_architecture():
     assert config_from_hf(without(LLAMA, "architectures")) == config_from_hf(LLAMA)
 
 
+@pytest.mark.proves(family="mistral", what="config")
 def test_mistral_has_a_window_on_every_layer_or_on_none():
     assert config_from_hf(MISTRAL).windows == (32, 32, 32)
     assert config_from_hf({**MISTRAL, "sliding_window": None}).windows == ()
@@ -171,6 +175,7 @@ def test_mistral_has_a_window_on_every_layer_or_on_none():
         config_from_hf({**MISTRAL, "attention_bias": True})
 
 
+@pytest.mark.proves(family="mistral", what="config")
 def test_what_a_mistral_leaves_out_is_what_transformers_takes_for_it():
     config = config_from_hf(without({**MISTRAL, "num_attention_heads": 16}, "sliding_window", "num_key_value_heads"))
     assert (config.windows, config.kv_heads) == ((4096,) * 3, 8)
@@ -180,6 +185,7 @@ def test_what_a_mistral_leaves_out_is_what_transformers_takes_for_it():
 # ---- gemma 3 ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves(family="gemma3", what="config")
 def test_gemma3_is_read():
     config = config_from_hf(GEMMA)
     assert config.windows == (16, 16, 16, 16, 16, None, 16, 16)
@@ -191,6 +197,7 @@ def test_gemma3_is_read():
     assert config.post_norms
 
 
+@pytest.mark.proves(family="gemma3", what="config")
 def test_both_spellings_of_gemma3_are_the_same():
     kinds = ["full_attention" if i == 5 else "sliding_attention" for i in range(8)]
     ropes = {
@@ -230,6 +237,7 @@ def test_a_gemma3_that_nobody_implemented(field: str, value: Any):
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves(family="llama", what="config")
 def test_gguf_llama_is_the_same_model():
     assert config_from_gguf(gguf_fields("llama"), GGUF_SHAPES) == config_from_hf(LLAMA)
 
@@ -244,6 +252,7 @@ def test_gguf_stretched_rope():
     assert (config.rope.kind, config.rope.factor, config.context) == ("yarn", 4.0, 4 * config_from_hf(LLAMA).context)
 
 
+@pytest.mark.proves(family="gemma3", what="config")
 def test_gguf_gemma3_knows_what_the_file_does_not_say():
     fields = gguf_fields("gemma3", **{"attention.sliding_window": 16, "attention.key_length": 32, "block_count": 7})
     config = config_from_gguf(fields, {"token_embd.weight": (100, 64)})
