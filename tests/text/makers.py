@@ -28,8 +28,15 @@ HARD = [
     "!@#$%^&*()_+-=[]{}|;:',.<>/?`~ …—“” $x,y /path/to",
     "\0\x01\x7f\ufffd\ufeff\u200b\u200d",
     "<0x41> <|im_end|> </s> <think> [INST]",
+    "};\n//x };\r\n//y };\n/z",
+    "a zzyzx, zzyzx",
 ]
-TRAINING = [*HARD, "the and of to in is it that 안녕하세요 hello world 123 456 return def class import " * 8] * 3
+WHOLE_WORD = "Ġzzyzx"
+"""In every byte-level vocabulary, and made by no merge: only who takes whole words as they are finds it."""
+TRAINING = [
+    *HARD[:-1],
+    "the and of to in is it that 안녕하세요 hello world 123 456 return def class import };\n// " * 8,
+] * 3
 
 
 def letters() -> str:
@@ -187,11 +194,19 @@ def byte_level(name: str) -> str:
     backend.train_from_iterator(
         TRAINING, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
     )
+    backend = with_whole_word(backend)
     backend.add_tokens(shape.added)
     if shape.template:
         tokens = [(shape.bos, backend.token_to_id(shape.bos))]
         backend.post_processor = processors.TemplateProcessing(f"{shape.bos} $A", f"{shape.bos} $A $B", tokens)
     return backend.to_str()
+
+
+def with_whole_word(backend: Tokenizer) -> Tokenizer:
+    layout = json.loads(backend.to_str())
+    vocabulary = layout["model"]["vocab"]
+    vocabulary[WHOLE_WORD] = len(vocabulary)
+    return Tokenizer.from_str(json.dumps(layout))
 
 
 def byte_level_config(name: str) -> dict[str, Any]:

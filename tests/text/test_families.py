@@ -175,6 +175,13 @@ def test_what_ends_a_turn_is_known_without_a_generation_config(kind: str, ends: 
     assert tokenizer.eos_ids == {tokenizer.special_tokens[end] for end in ends}
 
 
+@pytest.mark.parametrize("kind", makers.BYTE_LEVEL)
+def test_a_whole_word_without_merges_is_found_by_some(kind: str):
+    word = library(kind).token_to_id(makers.WHOLE_WORD)
+    found = word in of_gguf(kind).encode("a zzyzx")
+    assert found is (kind in ("llama", "gpt_oss", "mistral"))
+
+
 def test_every_pre_tokenizer_name_is_proven():
     """Aliases stand for the very same switches."""
     proven = {shape.pre for shape in makers.BYTE_LEVEL.values()}

@@ -47,3 +47,8 @@ def test_splitting_loses_nothing(text: str):
     spelling = {token: spelled for spelled, token in TOKENS.items()}
     parts = ReservedTokens(TOKENS).split(text)
     assert "".join(part if isinstance(part, str) else spelling[part] for part in parts) == text
+
+
+def test_only_what_unicode_calls_white_space_is_swallowed():
+    tokens = ReservedTokens({"<e>": 7}, {"<e>": (True, True)})
+    assert tokens.split("a \x1c \u3000<e>\u2003\x85\x1f b<e>\x1e") == ["a \x1c", 7, "\x1f b", 7, "\x1e"]
