@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
+import jaxinfer.batch.job
 import jaxinfer.checkpoint.load
+import jaxinfer_server.launch
 from jaxinfer import CacheConfig, EngineConfig, MeshConfig, SamplingParams
+from jaxinfer.batch.job import Summary
 from jaxinfer.checkpoint.generation import Generation
 from jaxinfer.cli import app, generate
 from jaxinfer.cli.flags import engine_config, sampling_params
@@ -138,6 +141,27 @@ def test_the_checkpoint_s_sampling_is_taken_where_asked_and_where_no_flag_says(c
     monkeypatch.setattr(generate, "_print_stream", streamed)
     assert code("generate", "x", *flags) == 0
     assert asked == [expected]
+
+
+def test_serve_and_batch_take_the_checkpoint_s_sampling_too(code, tmp_path, monkeypatch):
+    taken = []
+
+    def serve(ref, engine, options, *, sampling, progress):
+        taken.append(sampling)
+        return 0
+
+    def run_file(load, ref, source, target, params, **options):
+        taken.append(params)
+        return Summary(0, 0)
+
+    monkeypatch.setattr(jaxinfer_server.launch, "serve", serve)
+    monkeypatch.setattr(jaxinfer.batch.job, "run_file", run_file)
+    monkeypatch.setattr(jaxinfer.checkpoint.load, "load_generation", lambda ref: Generation(sampling=RECOMMENDED))
+    for flags in ([], ["--sampling", "checkpoint"]):
+        assert code("serve", "demo", *flags) == 0
+        assert code("batch", "IN", "OUT", "--max-tokens", "5", *flags) == 0
+    plain = SamplingParams(max_tokens=5)
+    assert taken == ["none", plain, "checkpoint", dataclasses.replace(plain, temperature=0.5, top_k=7)]
 
 
 def test_the_sampling_of_a_server_is_its_own_business(code, capsys):

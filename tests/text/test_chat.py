@@ -78,6 +78,36 @@ def test_exactly_one_bos_whoever_puts_it(tokenizer: TextTokenizer, source: str):
     assert ids[:expected] == [bos] * expected
 
 
+STRUCTURES = {
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}": "2",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content | trim }}{% endfor %}": "Bye",
+    "{% for m in messages[::-1] %}{{ loop.index0 }}{{ loop.last }}{% endfor %}": "0False1True",
+    "{% if tools %}no{% elif tools is not none or documents is defined %}{{ messages | length }}{% endif %}": "2",
+    "{% macro of(m, end='.') %}{{ m.role ~ end }}{% endmacro %}{{ of(messages[0]) ~ of({}, '!') }}": "user.!",
+    "{{ messages | selectattr('content', 'equalto', 'Hi') | list | length }}": "1",
+    "{{ messages | map(attribute='role') | join('+') }}{{ (messages | first).content }}": "user+userHi",
+    "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}": "role=user;content=Hi;",
+    "{% for k, v in messages[0] | items %}{{ k | upper }}{% endfor %}": "ROLECONTENT",
+    "{{ {'b': 'é<', 'a': [1, none, true]} | tojson }}": '{"b": "é<", "a": [1, null, true]}',
+    "{{ {'b': 'é'} | tojson(ensure_ascii=true, indent=1) }}": '{\n "b": "\\u00e9"\n}',
+    "{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':'), sort_keys=true) }}": '{"a":2,"b":1}',
+    "{{ 'a</think>b'.split('</think>')[-1].lstrip('\n') }}{{ 'x' if 'ab'.startswith('a') and 'b' in 'ab' }}": "bx",
+    "{%- set a, b = messages[0].content, namespace(x='y') -%} {{- a ~ b.x -}} {# a remark #}": "Hiy",
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ missing }}{{ messages[0].name or '-' }}": "Hi-",
+    "{% for m in messages if m.content != 'Hi' %}{{ m.content.strip() }}{% else %}no{% endfor %}": "Bye",
+    "{{ messages[0].content is string and messages is iterable and messages[0] is mapping }}": "True",
+    "{{ strftime_now('%Y') | int > 2000 }}{{ 7 // 2 }}{{ -1 | abs }}": "True31",
+}
+"""What templates of the families do, each worked out by hand as transformers' environment does it."""
+
+
+@pytest.mark.parametrize("source", STRUCTURES)
+def test_the_structures_that_published_templates_use(by_bytes: TextTokenizer, source: str):
+    messages = [*USER, {"role": "user", "content": " Bye\n"}]
+    ids = ChatTemplate(source, by_bytes).encode(messages)
+    assert by_bytes.decode(ids) == STRUCTURES[source]
+
+
 # ---- injection -------------------------------------------------------------------------------------------------------
 
 
