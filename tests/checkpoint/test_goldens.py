@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.load import load
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import MeshConfig, ModelConfig
+from jaxinfer.engine.cache import make_pages
 from jaxinfer.engine.ops import PagedOps
+from jaxinfer.engine.sharding import make_mesh, param_shardings
 from jaxinfer.model.families import FAMILIES
 from jaxinfer.model.ops import TokenBatch
 from jaxinfer.model.transformer import Transformer
@@ -27,6 +30,7 @@ from jaxinfer.model.transformer import Transformer
 from .goldens import GOLDEN, NAMES, WITH_GGUF, family, proving
 
 TOKENS, PAGE = 72, 32
+ONE = make_mesh(MeshConfig())
 
 
 @cache
@@ -50,11 +54,10 @@ def step_of(config: ModelConfig) -> Any:
     return step
 
 
-def logits_of(config: ModelConfig, params: Any, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
+def logits_of(config: ModelConfig, params: Any, ids: np.ndarray, chunks: list[int], mesh: Mesh = ONE) -> np.ndarray:
     """Logits of every token of `ids`, which runs through the decoder in `chunks` of its length."""
-    planes, heads, features = config.cache_shape
     table = jnp.arange(-(-len(ids) // PAGE), dtype=jnp.int32)[None]
-    pages = tuple(jnp.zeros((table.size, planes, heads, PAGE, features)) for _ in range(config.layers))
+    pages = make_pages(config, table.size, PAGE, "float32", mesh)
     start, found = 0, []
     for size in chunks:
         positions = jnp.arange(start, start + size, dtype=jnp.int32)[None]
@@ -96,6 +99,16 @@ def test_a_rope_that_depends_on_the_context_has_its_short_factors_in_a_short_one
     short = replace(checkpoint.config, context=checkpoint.config.rope.original_context)
     found = logits_of(short, checkpoint.params, golden["ids"][: len(expected)], [len(expected)])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3_moe", "tiny_gpt_oss", "tiny_deepseek_v3"])
+def test_two_devices_give_the_same_logits(name: str):
+    """Experts, sinks and a latent divided over devices; `tests/conftest.py` forces four."""
+    mesh = make_mesh(MeshConfig(tensor=2))
+    checkpoint = load(str(GOLDEN / name), dtype="float32", shardings=lambda config: param_shardings(config, mesh))
+    golden = np.load(GOLDEN / name / "logits.npz")
+    found = logits_of(checkpoint.config, checkpoint.params, golden["ids"], [TOKENS], mesh)
+    np.testing.assert_allclose(found, golden["logits"], rtol=0, atol=1e-4)
 
 
 def test_every_family_has_a_golden():

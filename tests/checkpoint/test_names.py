@@ -67,7 +67,7 @@ def test_a_tensor_that_is_missing_surplus_or_turned_is_named(name: str):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_number_of_a_leaf_comes_from_one_place(name: str):
-    """The parts of a leaf, joined, are the leaf; the cuts of a tensor follow each other, without a gap or an overlap."""
+    """The parts of a leaf, joined, are the leaf; the cuts of a tensor follow each other without a gap or overlap."""
     leaves, _ = asked_for(GOLDEN / name)
     taken: dict[str, list[tuple[int, int]]] = {}
     for leaf in leaves:
