@@ -38,22 +38,31 @@ _PARTS = {"rope": RopeConfig, "local_rope": RopeConfig, "experts": ExpertsConfig
 def save_orbax(checkpoint: Checkpoint, directory: Path) -> None:
     """Write `checkpoint` into the new directory `directory`.
 
-    It appears there when it is complete, and not before. Raises CheckpointError where something is already there.
+    It appears there when it is complete, and not before; of a failure nothing stays. Raises CheckpointError where
+    something is already there.
     """
     directory = directory.absolute()
     if directory.exists():
         raise CheckpointError(f"{directory.name} already exists; choose a new directory")
     partial = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed run may have left
     partial.mkdir(parents=True)
+    try:
+        _write(checkpoint, partial)
+        partial.rename(directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write(checkpoint: Checkpoint, directory: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(partial / _PARAMS, checkpoint.params)
+        checkpointer.save(directory / _PARAMS, checkpoint.params)
     for name, data in checkpoint.tokenizer.files().items():
-        (partial / name).write_bytes(data)
+        (directory / name).write_bytes(data)
     if checkpoint.chat_template is not None:
-        (partial / CHAT_TEMPLATE).write_text(checkpoint.chat_template, encoding="utf-8")
-    (partial / MANIFEST).write_text(json.dumps(_manifest(checkpoint), indent=1), encoding="utf-8")
-    partial.rename(directory)
+        (directory / CHAT_TEMPLATE).write_text(checkpoint.chat_template, encoding="utf-8")
+    (directory / MANIFEST).write_text(json.dumps(_manifest(checkpoint), indent=1), encoding="utf-8")
 
 
 def save_trained(name: str, config: ModelConfig, params: Any, tokenizer_file: Path, directory: Path) -> None:

@@ -47,6 +47,7 @@ class SafetensorsDirectory:
     """The tensors of a directory, read one or some rows at a time as they are stored.
 
     `shapes` and `dtypes` are by name; a dtype is one of F32, F16, BF16, F8_E4M3, F8_E5M2, F8_E8M0, U8.
+    A file may be a link to anywhere, as the hub's cache is made of: who may place a link may as well place the file.
     Raises CheckpointError for a damaged, missing or escaping shard, a tensor in two shards or in none, a type that is
     neither a weight's nor a part of a quantised weight's.
     """

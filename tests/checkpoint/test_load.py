@@ -119,6 +119,17 @@ def test_shards_load_as_one_file_does(tmp_path: Path):
     assert_equal_trees(load(str(tmp_path / "sharded"), dtype="float32").params, whole.params)
 
 
+def test_a_directory_of_links_as_the_hub_keeps_it(tmp_path: Path):
+    source = Path(hf_model(tmp_path))
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots" / "0a1b").mkdir(parents=True)
+    for number, path in enumerate(source.iterdir()):
+        blob = path.rename(tmp_path / "blobs" / f"{number:040x}")
+        (tmp_path / "snapshots" / "0a1b" / path.name).symlink_to(Path("..", "..", "blobs", blob.name))
+    linked = load(str(tmp_path / "snapshots" / "0a1b"), dtype="float32")
+    np.testing.assert_array_equal(linked.params["embedding"], hf_weights("llama")["model.embed_tokens.weight"])
+
+
 @pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, np.float16])
 def test_stored_and_wanted_dtypes_are_independent(tmp_path: Path, stored: Any):
     weights = {name: value.astype(stored) for name, value in hf_weights("gemma3").items()}
@@ -251,6 +262,15 @@ def test_a_tied_head_is_no_leaf(tmp_path: Path):
     checkpoint = load(hf_model(tmp_path, "llama", weights, tie_word_embeddings=True), dtype="float32")
     assert checkpoint.config.tied_head
     assert "head" not in checkpoint.params
+
+
+def test_a_gguf_file_without_a_head_is_tied(tmp_path: Path):
+    tensors = gguf_tensors("llama", hf_weights("llama"))
+    tied = load(gguf_model(tmp_path, weights=drop("output.weight")(tensors)), dtype="float32")
+    assert tied.config.tied_head
+    assert "head" not in tied.params
+    untied = load(gguf_model(tmp_path, weights=tensors), dtype="float32")
+    np.testing.assert_array_equal(untied.params["head"], tensors["output.weight"])
 
 
 def test_a_head_equal_to_the_embedding_it_is_tied_to_is_left_unread(tmp_path: Path):

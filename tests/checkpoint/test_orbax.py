@@ -1,5 +1,6 @@
 """Our own directories: what was saved comes back, bit for bit, where it is wanted; damage is named."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -125,6 +126,17 @@ def test_a_directory_that_is_there_is_not_overwritten(source: Checkpoint, saved:
     with pytest.raises(CheckpointError, match="saved already exists"):
         save_orbax(source, saved)
     assert listing(saved) == before
+
+
+@pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_failure_leaves_nothing_behind(source: Checkpoint, tmp_path: Path, failure: BaseException):
+    class Broken:
+        def files(self) -> dict[str, bytes]:
+            raise failure
+
+    with pytest.raises(type(failure)):
+        save_orbax(dataclasses.replace(source, tokenizer=Broken()), tmp_path / "saved")  # pyright: ignore
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_trained_model_is_saved_with_its_tokenizer_file(source: Checkpoint, tmp_path: Path):
