@@ -234,9 +234,19 @@ def test_a_damaged_config(tmp_path: Path):
             load(str(path.parent), dtype="float32")
 
 
-def test_a_config_that_nobody_implemented(tmp_path: Path):
-    with pytest.raises(ConfigError, match="clip_qkv"):
-        load(hf_model(tmp_path, clip_qkv=8.0), dtype="float32")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip_qkv": 8.0}, "clip_qkv"),
+        ({"rope_scaling": {"rope_type": "unheard", "factor": 2.0}}, "rope is .*unheard"),
+        ({"rope_scaling": {"type": "unheard", "factor": 2.0}}, "rope is .*unheard"),
+        ({"architectures": ["UnheardForCausalLM"]}, "architecture is .*Unheard"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+    ],
+)
+def test_a_config_that_nobody_implemented(tmp_path: Path, change: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        load(hf_model(tmp_path, **change), dtype="float32")
 
 
 @settings(max_examples=20)
