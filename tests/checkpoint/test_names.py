@@ -4,15 +4,20 @@ Shapes alone are looked at; that the right tensor goes to the right place is wha
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxinfer.checkpoint.fill import check_tensors, flatten
 from jaxinfer.checkpoint.gguf import GGUFTensors
+from jaxinfer.checkpoint.load import load
 from jaxinfer.checkpoint.quantization import decoded
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
 from jaxinfer.errors import CheckpointError
@@ -84,3 +89,32 @@ def test_every_number_of_a_leaf_comes_from_one_place(name: str):
                 assert prod(source.part) * length == whole * (source.cut.stop - source.cut.start)
     for spans in taken.values():
         assert all(stop == start for (_, stop), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
+
+
+def with_tensors(source: Path, target: Path, extra: dict[str, np.ndarray]) -> Path:
+    """A copy of a golden that holds other tensors too."""
+    shutil.copytree(source, target)
+    save_file({**load_file(source / "model.safetensors"), **extra}, target / "model.safetensors")
+    return target
+
+
+def test_a_layer_that_drafts_tokens_is_left_unread(tmp_path: Path):
+    """As in DeepSeek V3's files: one layer more than `num_hidden_layers`, three here, and with tensors of its own."""
+    row, square = np.ones(32, np.float32), np.ones((32, 64), np.float32)
+    layer = {"eh_proj.weight": square, "enorm.weight": row, "self_attn.o_proj.weight": square}
+    extra = {f"model.layers.3.{name}": value for name, value in layer.items()}
+    golden = GOLDEN / "tiny_deepseek_v3"
+    found = load(str(with_tensors(golden, tmp_path / "drafting", extra)), dtype="float32")
+    expected = load(str(golden), dtype="float32")
+    assert found.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    del extra["model.layers.3.eh_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3\.enorm\.weight of shape \(32,\) is surplus"):
+        load(str(with_tensors(golden, tmp_path / "surplus", extra)), dtype="float32")
+
+
+def test_frequencies_that_older_llamas_hold_are_left_unread(tmp_path: Path):
+    extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(6, np.float32) for layer in (0, 1)}
+    load(str(with_tensors(GOLDEN / "tiny_llama", tmp_path / "llama", extra)), dtype="float32")
+    with pytest.raises(CheckpointError, match=r"rotary_emb\.inv_freq of shape \(6,\) is surplus"):
+        load(str(with_tensors(GOLDEN / "tiny_qwen3", tmp_path / "qwen3", extra)), dtype="float32")

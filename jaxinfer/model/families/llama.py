@@ -36,7 +36,8 @@ HF = Naming(
         "block/mlp/gate_up_bias": ("model.layers.{i}.mlp.gate_proj.bias", "model.layers.{i}.mlp.up_proj.bias"),
         "block/mlp/down": ("model.layers.{i}.mlp.down_proj.weight",),
         "block/mlp/down_bias": ("model.layers.{i}.mlp.down_proj.bias",),
-    }
+    },
+    unused=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),  # Llama 2's files hold what theta says already
 )
 
 GGUF = Naming(

@@ -8,7 +8,7 @@ from jaxinfer.config import ExpertsConfig, ModelConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import llama
 from jaxinfer.model.families.experts import GGUF_EXPERTS, active_weights_scale
-from jaxinfer.model.families.fields import MAX_LAYERS, MAX_WHOLE, Fields
+from jaxinfer.model.families.fields import MAX_LAYERS, Fields
 from jaxinfer.model.families.leaves import Naming
 from jaxinfer.model.families.sizes import Shapes, Windows, windows_by_type
 
@@ -116,10 +116,11 @@ def _experts_count(fields: Fields) -> int:
 
 def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """The layers that `mlp_only_layers` lists, and those that are no `decoder_sparse_step`-th."""
-    step, listed = fields.whole("decoder_sparse_step", high=MAX_WHOLE), fields.get("mlp_only_layers", [])
+    step, listed = fields.whole("decoder_sparse_step"), fields.get("mlp_only_layers", [])
     if not isinstance(listed, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
         raise ConfigError(f"{fields.where}: mlp_only_layers is {listed!r:.80}; expected a list of layer numbers")
-    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+    dense = set(listed)
+    return tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step)
 
 
 def qwen2_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
