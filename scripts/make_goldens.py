@@ -8,17 +8,19 @@ Needs torch, transformers, gguf and nothing of jaxinfer, so that a fault of ours
     python scripts/make_goldens.py gguf --llama-cpp ~/llama.cpp --commit 0c1e57098bba43ac29e6e3b677cdceebdd22334f
     python scripts/make_goldens.py ropes
     python scripts/make_goldens.py perplexity smollm2=SmolLM2-135M-Instruct.Q4_1.gguf gemma3_270m=gemma.gguf
+    python scripts/make_goldens.py activations
 
 `greedy` takes a few minutes. `tiny` makes a Hugging Face directory for each small random model, with its logits;
 `gguf` then puts beside each the file that llama.cpp's converter makes of it; both take the names of some models too.
-`ropes` makes the cosines and sines of every kind of rotary embedding. `perplexity` scores tests/data/eval/alice.txt.
+`ropes` makes the cosines and sines of every kind of rotary embedding. `perplexity` scores tests/data/eval/alice.txt;
+`activations` records what the parts of a tiny model make of a sequence.
 """
 
 import argparse
 from pathlib import Path
 
 import torch  # pyright: ignore[reportMissingImports]
-from goldens import convert, greedy, perplexity, ropes, tiny
+from goldens import activations, convert, greedy, perplexity, ropes, tiny
 
 
 def arguments() -> argparse.Namespace:
@@ -35,6 +37,7 @@ def arguments() -> argparse.Namespace:
     command.add_argument("--llama-cpp", type=Path, required=True, help="a checkout of llama.cpp")
     command.add_argument("--commit", required=True, help="of that checkout, to be written down")
     commands.add_parser("ropes")
+    commands.add_parser("activations")
     command = commands.add_parser("perplexity")
     command.add_argument("models", nargs="+", metavar="NAME=FILE", help="a name, and the path of its .gguf file")
     return parser.parse_args()
@@ -46,6 +49,8 @@ def run(given: argparse.Namespace) -> None:
         greedy.greedy(given.name, given.path)
     elif given.command == "ropes":
         ropes.write()
+    elif given.command == "activations":
+        activations.write()
     elif given.command == "perplexity":
         models = [model.split("=", 1) for model in given.models]
         perplexity.write({name: Path(path) for name, path in models})

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from textwrap import wrap
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,8 +65,8 @@ def text(found: "Diagnosis") -> str:
     """The diagnosis for people."""
     sections = [
         found.name,
-        *_section("configuration", _rows({name: f"{value!r}" for name, value in asdict(found.config).items()})),
-        *_section("ignored fields", [", ".join(found.ignored) or "none"]),
+        *_section("configuration", _rows(dict(_fields(asdict(found.config))))),
+        *_section("ignored fields", wrap(", ".join(found.ignored), 100) or ["none"]),
         *_section("tensors", _tensor_lines(found)),
         *_section("run", _run_lines(found.run)),
         *(_section("reference", _reference_lines(found.comparison)) if found.comparison else ()),
@@ -77,6 +79,15 @@ def text(found: "Diagnosis") -> str:
 
 def _section(title: str, lines: list[str]) -> list[str]:
     return ["", title, *(f"  {line}" for line in lines)]
+
+
+def _fields(values: dict[str, Any], inside: str = "") -> Iterator[tuple[str, str]]:
+    """Every field by its name; those of a part behind the part's own."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{inside}{name}.")
+        else:
+            yield f"{inside}{name}", repr(value)
 
 
 def _rows(values: dict[str, str]) -> list[str]:

@@ -4,7 +4,7 @@ Knows: which step follows which, and what counts as a fault. Prints nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,19 @@ from jaxinfer.checkpoint.fill import flatten
 from jaxinfer.checkpoint.load import Checkpoint, load, resolve
 from jaxinfer.checkpoint.tensors import Tensors
 from jaxinfer.config import ModelConfig
-from jaxinfer.doctor.compare import Difference, Reference, differences, diverging_tensors, first_divergence
+from jaxinfer.doctor.compare import (
+    TOLERANCE,
+    Difference,
+    Reference,
+    differences,
+    diverging_tensors,
+    first_divergence,
+)
 from jaxinfer.doctor.forward import LOGITS, Activations, Probe
+from jaxinfer.doctor.reference import require_reference, run_reference
 from jaxinfer.doctor.tensors import TensorStats, inspect, suspicions
 from jaxinfer.engine.cache import page_bytes
-from jaxinfer.errors import RequestError
+from jaxinfer.errors import ConfigError, RequestError
 from jaxinfer.progress import Report
 from jaxinfer.roofline import bound, decode_cost
 
@@ -100,7 +108,7 @@ def diagnose(
     prompt: str = PROMPT,
     dtype: str = "float32",
     reference: Path | None = None,
-    tolerance: float,
+    tolerance: float = TOLERANCE,
     report: Report | None = None,
 ) -> Diagnosis:
     """Examine the model `ref`, with its weights in `dtype`; beside the Hugging Face directory `reference` if given.
@@ -108,6 +116,10 @@ def diagnose(
     tolerance: the share of a part's largest magnitude that it may differ by. Raises CheckpointError or ConfigError
     where the model, or the reference, cannot be loaded at all; RequestError for a prompt that does not fit.
     """
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"tolerance is {tolerance}; expected a share above 0 and below 1")
+    if reference is not None:
+        require_reference(reference)
     ignored = explain_config(ref).ignored
     stored = stored_tensors(resolve(ref))
     tensors = [] if stored is None else _inspect(stored, report)
@@ -124,7 +136,7 @@ def diagnose(
         tensors=tuple(tensors),
         suspicious=tuple(suspicions(tensors, checkpoint.tokenizer.vocab_size)),
         run=_run(checkpoint, probe, prompt, ids, parts, dtype),
-        comparison=None if reference is None else _beside(checkpoint, reference, ids, parts, tolerance),
+        comparison=None if reference is None else _beside(checkpoint, reference, ids, parts, dtype, tolerance),
     )
 
 
@@ -182,11 +194,27 @@ def _run(checkpoint: Checkpoint, probe: Probe, prompt: str, ids: Sequence[int], 
 
 
 def _beside(
-    checkpoint: Checkpoint, reference: Path, ids: Sequence[int], parts: Activations, tolerance: float
+    checkpoint: Checkpoint, reference: Path, ids: Sequence[int], parts: Activations, dtype: str, tolerance: float
 ) -> Comparison:
-    from jaxinfer.doctor.reference import run_reference
-
+    """Ours beside transformers, with the frequencies that it takes for a sequence of this length."""
+    config = checkpoint.config
+    alike = replace(config, context=shortest_context(config, len(ids)))
+    if alike != config:
+        probe = Probe(alike, checkpoint.params, dtype, len(ids), checkpoint.tokenizer.vocab_size)
+        parts = probe.activations(ids)
     return compared(checkpoint, run_reference(reference, ids), parts, tolerance)
+
+
+def shortest_context(config: ModelConfig, tokens: int) -> int:
+    """The context for which we turn `tokens` tokens as transformers does.
+
+    It chooses between longrope's two sets of factors call by call; we once, by what a sequence may grow to.
+    """
+    return config.rope.original_context if _is_short(config, tokens) else config.context
+
+
+def _is_short(config: ModelConfig, tokens: int) -> bool:
+    return config.rope.kind == "longrope" and tokens <= config.rope.original_context < config.context
 
 
 def compared(checkpoint: Checkpoint, reference: Reference, parts: Activations, tolerance: float) -> Comparison:

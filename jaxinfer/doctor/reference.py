@@ -14,19 +14,31 @@ from jaxinfer.doctor.forward import EMBEDDING, FINAL, LOGITS
 from jaxinfer.errors import CheckpointError, ConfigError
 
 
+def require_reference(directory: Path) -> None:
+    """Raise ConfigError where torch or transformers is not installed, CheckpointError where `directory` holds no model.
+
+    To be asked before anything takes time.
+    """
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"the reference {directory} holds no config.json; expected a Hugging Face directory")
+    try:
+        import torch  # pyright: ignore[reportMissingImports]  # noqa: F401
+        import transformers  # pyright: ignore[reportMissingImports]  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"a reference needs torch and transformers ({error}); run pip install 'jaxinfer[bench]'"
+        ) from None
+
+
 def run_reference(directory: Path, ids: Sequence[int]) -> Reference:
     """What each part of the model in `directory` makes of `ids`, and its weights.
 
-    Raises ConfigError where torch or transformers is not installed, CheckpointError where transformers cannot load the
-    directory, has to make up a tensor, or has no decoder of the usual parts in it.
+    Raises CheckpointError where transformers cannot load the directory, has to make up a tensor, or has no decoder of
+    the usual parts in it.
     """
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-        import transformers  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(
-            f"--reference needs torch and transformers ({error}); run pip install 'jaxinfer[bench]'"
-        ) from None
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model = _load(directory, torch.float32)
