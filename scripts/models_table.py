@@ -77,7 +77,7 @@ def with_table(page: str, rows: str) -> str:
 
 def main() -> int:
     """Write the table, or check it."""
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--check", action="store_true", help="write nothing; fail where the table is not current")
     check = options.parse_args().check
     page = PAGE.read_text()
