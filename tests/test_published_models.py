@@ -163,7 +163,7 @@ WEIGHTS = {
     "DeepSeek-V3": (671.0, 37.0),
     "Moonlight-16B-A3B": (16.0, 2.24 + 0.34),  # whose card leaves the head out
 }
-"""Billions of weights, and of those that a token passes, as the model cards say; some count the embedding among them."""
+"""Billions of weights, and of those that a token passes, as the cards say; some count the embedding among them."""
 
 
 @pytest.mark.parametrize("name", MODELS)
