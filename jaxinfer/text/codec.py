@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Place = Literal["start", "after_bos", "inside"]
-"""Where a piece of text stands: at the very start, right after a spelled-out BOS, or after anything else."""
+"""Where a piece of text stands: at the very start, right after a spelled-out leading BOS, or after anything else."""
 
 METASPACE = "▁"
 """U+2581, which SentencePiece writes for a space."""

@@ -91,10 +91,9 @@ class TextTokenizer:
         return ids
 
     def _place(self, part: int, before: list[int]) -> Place:
-        """A chat may spell BOS before each turn, and each turn then starts as the first one does."""
         if part == 0:
             return "start"
-        return "after_bos" if before[-1] == self._bos else "inside"
+        return "after_bos" if part == 1 and before == [self._bos] else "inside"
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD. The space that encoding puts first is dropped again."""

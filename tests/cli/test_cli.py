@@ -143,7 +143,7 @@ def test_the_checkpoint_s_sampling_is_taken_where_asked_and_where_no_flag_says(c
     assert asked == [expected]
 
 
-def test_serve_and_batch_take_the_checkpoint_s_sampling_too(code, tmp_path, monkeypatch):
+def test_serve_and_batch_take_the_checkpoint_s_sampling_too(code, monkeypatch):
     taken = []
 
     def serve(ref, engine, options, *, sampling, progress):

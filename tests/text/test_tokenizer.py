@@ -206,13 +206,6 @@ def test_leading_space_belongs_to_the_start_only(mistral_v1: TextTokenizer):
     assert mistral_v1.decode(output) == "c"
 
 
-def test_each_spelled_bos_starts_a_text(mistral_v1: TextTokenizer):
-    """Llama 2's template spells one before each turn, and was trained on turns that were encoded one by one."""
-    turn = mistral_v1.encode("<s>a", special=True)
-    assert turn == [1, *mistral_v1.encode("a", bos=False)]
-    assert mistral_v1.encode("<s>a</s><s>a", special=True) == [*turn, 2, *turn]
-
-
 def test_text_after_a_control_token_gets_no_second_space(mistral_v3: TextTokenizer):
     ids = mistral_v3.encode("<s>[INST] hi[/INST]", special=True)
     assert ids == [1, 3, *mistral_v3.encode("hi", bos=False), 4]
