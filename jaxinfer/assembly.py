@@ -184,7 +184,11 @@ def assemble(
     mesh = make_mesh(engine.mesh)
     with progress_bars(progress) as report:
         checkpoint = load(
-            ref, dtype=str(engine.dtype), shardings=lambda config: param_shardings(config, mesh), progress=report
+            ref,
+            dtype=str(engine.dtype),
+            quantize=engine.quantize,
+            shardings=lambda config: param_shardings(config, mesh),
+            progress=report,
         )
         vocabulary = checkpoint.tokenizer.vocab_size
         runner = EngineRunner.build(checkpoint.config, checkpoint.params, engine, vocab_size=vocabulary)

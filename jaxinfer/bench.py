@@ -83,9 +83,8 @@ def bench(
     _run(llm, streams[0], prompt, output)
     measured = tuple(_row(llm, machine, dtype.itemsize, count, prompt, output) for count in rows(streams))
     device = jax.devices()[0]
-    return Report(
-        assembly.name, dtype.name, f"{device.platform} {device.device_kind}", machine, prompt, output, measured
-    )
+    kept = f"{dtype.name}, weights in {assembly.runner.weights}" if assembly.runner.weights else dtype.name
+    return Report(assembly.name, kept, f"{device.platform} {device.device_kind}", machine, prompt, output, measured)
 
 
 def _check_fits(llm: LLM, streams: Sequence[int], prompt: int, output: int) -> None:
@@ -156,14 +155,14 @@ def _row(llm: LLM, machine: Chip, dtype_bytes: int, streams: int, prompt: int, o
     timings = [made.timing for made in _run(llm, streams, prompt, output)]
     config, engine = llm.assembly.config, llm.assembly.engine
     chunk, held = engine.chunk, 1 if engine.cache.dtype else dtype_bytes
+    sizes: dict[str, Any] = {"weight_bytes": llm.assembly.runner.weight_bytes, "kv_dtype_bytes": held}
     ttft = sorted(timing.ttft for timing in timings)
     gaps = sorted(gap for timing in timings for gap in timing.itl)
     prefills = [
-        prefill_cost(config, min(chunk, prompt - at), dtype_bytes, at, kv_dtype_bytes=held)
-        for at in range(0, prompt, chunk)
+        prefill_cost(config, min(chunk, prompt - at), dtype_bytes, at, **sizes) for at in range(0, prompt, chunk)
     ]
     prefill_seconds = streams * sum(roofline(cost, machine).seconds for cost in prefills)
-    decode = decode_cost(config, [prompt + output // 2] * streams, dtype_bytes, kv_dtype_bytes=held)
+    decode = decode_cost(config, [prompt + output // 2] * streams, dtype_bytes, **sizes)
     return Row(
         streams=streams,
         ttft_p50=1e3 * quantile(ttft, 0.5),

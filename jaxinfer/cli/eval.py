@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer.cli.flags import DEMO, RefArgument
+from jaxinfer.cli.flags import DEMO, QuantizeFlag, RefArgument
 from jaxinfer.config import DTypeName, EngineConfig, MeshConfig
 from jaxinfer.errors import RequestError
 from jaxinfer.progress import progress_bars
@@ -32,6 +32,7 @@ def command(
     dtype: Annotated[
         DTypeName | None, typer.Option(help="Of weights and cache; unset, float32 on CPU and bfloat16 elsewhere.")
     ] = None,
+    quantize: QuantizeFlag = None,
     tensor: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines for people.")] = False,
 ) -> None:
@@ -50,17 +51,28 @@ def command(
     from jaxinfer.engine.compilation import enable_persistent_cache
     from jaxinfer.engine.runner import engine_dtype
     from jaxinfer.engine.sharding import make_mesh, param_shardings
+    from jaxinfer.model.quantised import describe
     from jaxinfer.perplexity import perplexity
 
     content = _read(text)
     enable_persistent_cache()
     mesh, named = make_mesh(MeshConfig(tensor=tensor)), engine_dtype(EngineConfig(dtype=dtype))
     with progress_bars(sys.stderr.isatty()) as report:
-        checkpoint = load(ref, dtype=named, shardings=lambda config: param_shardings(config, mesh), progress=report)
+        checkpoint = load(
+            ref,
+            dtype=named,
+            quantize=quantize,
+            shardings=lambda config: param_shardings(config, mesh),
+            progress=report,
+        )
         found = perplexity(
             checkpoint, content, dtype=named, context=context, stride=stride, tokens=tokens, mesh=mesh, report=report
         )
-    about = _summary(found, measure_machine(named), tensor) | {"model": checkpoint.name, "dtype": named}
+    kept = describe(checkpoint.params)
+    about = _summary(found, measure_machine(named), tensor) | {
+        "model": checkpoint.name,
+        "dtype": f"{named}, weights in {kept}" if kept else named,
+    }
     print(json.dumps(about) if as_json else _lines(about))
 
 

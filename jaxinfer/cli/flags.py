@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from jaxinfer.config import CacheConfig, DTypeName, EngineConfig, KVDTypeName, MeshConfig
+from jaxinfer.config import CacheConfig, DTypeName, EngineConfig, KVDTypeName, MeshConfig, QuantizeName
 from jaxinfer.errors import BadSamplingParam
 from jaxinfer.request import SamplingParams
 
@@ -19,6 +19,10 @@ Ref = Annotated[
 ]
 RefArgument = Annotated[str, typer.Argument(metavar="REF", help="A directory, a .gguf file, hf:org/name, or demo.")]
 DEMO = "demo"
+QuantizeFlag = Annotated[
+    QuantizeName | None,
+    typer.Option(help="Keep the large matrices in int8, in int4, or as the GGUF file has them stored."),
+]
 Sampling = Literal["none", "checkpoint"]
 SamplingFlag = Annotated[
     Sampling, typer.Option(help="Where no flag says: what the checkpoint recommends, or none of it.")
@@ -134,6 +138,7 @@ def engine_config(
     dtype: Annotated[
         DTypeName | None, typer.Option(help="Of weights and cache; unset, float32 on CPU and bfloat16 elsewhere.")
     ] = None,
+    quantize: QuantizeFlag = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Results bitwise equal whatever else runs; slower.")
     ] = False,
@@ -155,6 +160,7 @@ def engine_config(
         chunk=chunk,
         queue=queue,
         dtype=dtype,
+        quantize=quantize,
         deterministic=deterministic,
         prefix_cache=prefix_cache,
         cache=CacheConfig(page_size=page_size, pages=pages, memory_fraction=memory_fraction, dtype=kv_dtype),

@@ -1,7 +1,6 @@
 """`jaxinfer plan`: what a model needs of each kind of device, before a weight is read."""
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
@@ -43,16 +42,18 @@ def command(
     jaxinfer plan ./my-model --tensor 4 --chip "TPU v6e" --chip H100
     jaxinfer plan model.gguf --dtype bfloat16 --slots 64 --context 8192 --json
     """
-    from jaxinfer.checkpoint.load import load_config
+    from jaxinfer.checkpoint.load import load_config, load_structs
+    from jaxinfer.model.quantised import bytes_per_weight, describe
 
     unknown = sorted(set(chip or ()) - CHIPS.keys())
     if unknown:
         raise ConfigError(f"--chip {unknown[0]!r} is not known; expected one of {', '.join(CHIPS)}")
     engine = replace(engine, dtype=engine.dtype or "bfloat16")
     config = load_config(ref)
-    weights = weight_bytes(config, str(engine.dtype), engine.mesh.tensor)
-    rows = [plan_chip(config, engine, weights, CHIPS[name]) for name in chip or CHIPS]
-    print(json.dumps([asdict(row) for row in rows]) if as_json else _table(ref, config, engine, rows))
+    params = load_structs(ref, str(engine.dtype), engine.quantize)
+    weights, width = weight_bytes(config, params, engine.mesh.tensor), bytes_per_weight(params)
+    rows = [plan_chip(config, engine, weights, CHIPS[name], width) for name in chip or CHIPS]
+    print(json.dumps([asdict(row) for row in rows]) if as_json else _table(ref, config, engine, rows, describe(params)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,12 @@ class Row:
     prefill_limit: str
 
 
-def plan_chip(config: ModelConfig, engine: EngineConfig, weights: float, chip: Chip) -> Row:
+def plan_chip(
+    config: ModelConfig, engine: EngineConfig, weights: float, chip: Chip, weight_width: float | None = None
+) -> Row:
     """The plan of one kind of chip; `weights` as `weight_bytes` gives them.
+
+    weight_width: bytes of one weight of the large matrices, on average; None where they are plain.
 
     Raises ConfigError where `engine` cannot serve the model on any.
     """
@@ -87,9 +92,10 @@ def plan_chip(config: ModelConfig, engine: EngineConfig, weights: float, chip: C
     width = 4 if dtype == "float32" else 2
     held, held_width = cache_dtype(engine, dtype), 1 if engine.cache.dtype else width
     half = max(1, context // 2)
-    one = bound(decode_cost(config, [half], width, kv_dtype_bytes=held_width), chip, devices)
-    full = bound(decode_cost(config, [half] * engine.slots, width, kv_dtype_bytes=held_width), chip, devices)
-    chunk = prefill_cost(config, min(engine.chunk, context), width, kv_dtype_bytes=held_width)
+    sizes: dict[str, Any] = {"weight_bytes": weight_width, "kv_dtype_bytes": held_width}
+    one = bound(decode_cost(config, [half], width, **sizes), chip, devices)
+    full = bound(decode_cost(config, [half] * engine.slots, width, **sizes), chip, devices)
+    chunk = prefill_cost(config, min(engine.chunk, context), width, **sizes)
     prefill = bound(chunk, chip, devices)
     return Row(
         chip=chip.name,
@@ -105,16 +111,21 @@ def plan_chip(config: ModelConfig, engine: EngineConfig, weights: float, chip: C
     )
 
 
-def weight_bytes(config: ModelConfig, dtype: str, devices: int) -> float:
-    """Bytes of the weights on each of `devices`, split as the engine splits them; ConfigError where it cannot."""
+def weight_bytes(config: ModelConfig, params: Any, devices: int) -> float:
+    """Bytes of the weights on each of `devices`, split as the engine splits them; ConfigError where it cannot.
+
+    params: the parameter tree as shapes and dtypes, plain or quantised.
+    """
     from jaxinfer.engine.sharding import SPLIT_AXES, check_divisible
-    from jaxinfer.model.transformer import abstract_params, logical_axes
+    from jaxinfer.model.quantised import bytes_of, parts_of
+    from jaxinfer.model.transformer import logical_axes
 
     check_divisible(config, devices)
     total = 0.0
-    for leaf, axes in zip(_leaves(abstract_params(config, dtype)), _leaves(logical_axes(config)), strict=True):
-        split = any(axis in SPLIT_AXES and size % devices == 0 for axis, size in zip(axes, leaf.shape, strict=True))
-        total += math.prod(leaf.shape) * leaf.dtype.itemsize / (devices if split else 1)
+    for leaf, axes in zip(_leaves(params), _leaves(logical_axes(config)), strict=True):
+        for part in parts_of(leaf):
+            split = any(axis in SPLIT_AXES and size % devices == 0 for axis, size in zip(axes, part.shape, strict=True))
+            total += bytes_of(part) / (devices if split else 1)
     return total
 
 
@@ -137,13 +148,15 @@ def _pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: str, 
     return pages if needed <= free else None
 
 
-def _table(ref: str, config: ModelConfig, engine: EngineConfig, rows: list[Row]) -> str:
+def _table(ref: str, config: ModelConfig, engine: EngineConfig, rows: list[Row], kept: str) -> str:
+    """kept: how quantised matrices are kept; empty where none is."""
     executables = 1 + len(engine.prefill_buckets) + len(engine.decode_buckets)
     kind = f" in {engine.cache.dtype}" if engine.cache.dtype else ""
     head = [
         f"{ref}: {config.family}, {config.layers} layers, width {config.width}, vocabulary {config.vocab_size}; "
         f"{_weights(config)}",
-        f"{engine.dtype} on {engine.mesh.tensor} device(s); {rows[0].weight_bytes / GIB:.2f} GiB of weights and "
+        f"{engine.dtype} on {engine.mesh.tensor} device(s); {rows[0].weight_bytes / GIB:.2f} GiB of weights"
+        f"{f' ({kept})' if kept else ''} and "
         f"{rows[0].page_bytes / 2**20:.2f} MiB a page of {engine.cache.page_size} tokens{kind} on each",
         f"{executables} executables: prefill of {_listed(engine.prefill_buckets)} tokens, decode of "
         f"{_listed(engine.decode_buckets)} rows, seat",

@@ -3,7 +3,7 @@
 Knows: which fields there are and which pairs of them cannot work. Reads no file, no environment, imports no JAX.
 """
 
-from jaxinfer.config.engine import CacheConfig, DTypeName, EngineConfig, KVDTypeName, MeshConfig
+from jaxinfer.config.engine import CacheConfig, DTypeName, EngineConfig, KVDTypeName, MeshConfig, QuantizeName
 from jaxinfer.config.model import Activation, ExpertsConfig, LatentConfig, ModelConfig, QKNorm, Scoring
 from jaxinfer.config.rope import RopeConfig, RopeKind
 
@@ -18,6 +18,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "QKNorm",
+    "QuantizeName",
     "RopeConfig",
     "RopeKind",
     "Scoring",

@@ -6,6 +6,8 @@ from typing import Literal, get_args
 from jaxinfer.config.checks import require
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
+QuantizeName = Literal["int8", "int4", "stored"]
+"""int8: one scale per output channel; int4: groups of up to 32; stored: as a GGUF file or our directory has them."""
 KVDTypeName = Literal["int8"]
 
 
@@ -46,8 +48,9 @@ class EngineConfig:
 
     slots: sequences decoded together. context: most tokens of a sequence (None: the model's own). chunk: most prompt
     tokens of one prefill call. queue: requests that may wait. dtype: of weights and cache (None: float32 on CPU,
-    bfloat16 elsewhere). deterministic: one decode bucket and chunks at multiples of `chunk`, so that results are
-    bitwise equal whatever the neighbours. prefix_cache: share full pages between equal prompts.
+    bfloat16 elsewhere). quantize: what the large matrices become instead (None: what they are). deterministic: one
+    decode bucket and chunks at multiples of `chunk`, so that results are bitwise equal whatever the neighbours.
+    prefix_cache: share full pages between equal prompts.
     """
 
     slots: int = 32
@@ -55,6 +58,7 @@ class EngineConfig:
     chunk: int = 512
     queue: int = 1_024
     dtype: DTypeName | None = None
+    quantize: QuantizeName | None = None
     deterministic: bool = False
     prefix_cache: bool = True
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -65,6 +69,11 @@ class EngineConfig:
         require(self.context is None or self.context > 1, f"context is {self.context}; expected 2 tokens or more")
         names = get_args(DTypeName)
         require(self.dtype is None or self.dtype in names, f"dtype is {self.dtype!r}; expected one of {names}")
+        kinds = get_args(QuantizeName)
+        require(
+            self.quantize is None or self.quantize in kinds,
+            f"quantize is {self.quantize!r}; expected one of {kinds}, or nothing",
+        )
         require(self.queue >= 1, f"queue is {self.queue}; expected 1 or more")
         require(
             self.chunk > 0 and self.chunk % self.cache.page_size == 0,

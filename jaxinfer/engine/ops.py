@@ -10,7 +10,9 @@ import jax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxinfer.arrays import Keys, Pages, Queries, Values
+from jaxinfer.engine import quantised_products
 from jaxinfer.model.ops import TokenBatch
+from jaxinfer.model.quantised import Quantised, Weight
 from pallas_kernels.dispatch import Choice, choose
 
 FEW_ROWS = 64
@@ -79,31 +81,35 @@ class PagedOps:
         )
 
     def matmul(
-        self, x: Float[Array, "..."], weight: Float[Array, "..."], *, axes: int = 1, dtype: Any = None
+        self, x: Float[Array, "..."], weight: Weight, *, axes: int = 1, dtype: Any = None
     ) -> Float[Array, "..."]:
         """Contract the last `axes` axes of both.
 
         On CPU as one flat matrix product: where a side keeps several axes, XLA transposes the weight first, which costs
         more than the product. Elsewhere the axes stay, so that a weight sharded on an inner one needs no gather.
         """
+        if isinstance(weight, Quantised):
+            return quantised_products.matmul(x, weight, axes=axes, dtype=dtype, cpu=self._platform == "cpu")
         kept, out = x.shape[:-axes], weight.shape[:-axes]
         if self._platform == "cpu":
             inner = prod(x.shape[-axes:])
             return _flat_matmul(x.reshape(-1, inner), weight.reshape(-1, inner), dtype).reshape(*kept, *out)
-        dims = tuple(tuple(range(y.ndim - axes, y.ndim)) for y in (x, weight))
+        dims = tuple(range(x.ndim - axes, x.ndim)), tuple(range(weight.ndim - axes, weight.ndim))
         return jax.lax.dot_general(x, weight, (dims, ((), ())), preferred_element_type=dtype)
 
     def grouped_matmul(
-        self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"], sizes: Int32[Array, " e"]
+        self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"] | Quantised, sizes: Int32[Array, " e"]
     ) -> Float[Array, "n *out"]:
         """Each row of x times the matrix of its group, by `jax.lax.ragged_dot`."""
+        if isinstance(weight, Quantised):
+            return quantised_products.grouped_matmul(x, weight, sizes)
         flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
         product = jax.lax.ragged_dot(x, flat.swapaxes(1, 2), sizes)
         return product.reshape(-1, *weight.shape[1:-1])
 
-    def take(self, table: Float[Array, "v w"], ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
+    def take(self, table: Float[Array, "v w"] | Quantised, ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
         """Rows of a table by their number."""
-        return table[ids]
+        return quantised_products.take(table, ids) if isinstance(table, Quantised) else table[ids]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PagedOps) and self._identity == other._identity

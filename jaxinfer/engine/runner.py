@@ -22,6 +22,7 @@ from jaxinfer.engine.sharding import make_mesh, param_shardings, replicated
 from jaxinfer.engine.state import EngineState, make_state, state_shardings
 from jaxinfer.engine.steps import Program, decode_step, prefill_step, seat_step
 from jaxinfer.errors import ConfigError, EngineFault
+from jaxinfer.model.quantised import bytes_per_weight, describe, spread_all
 from jaxinfer.model.transformer import Transformer
 from jaxinfer.plan import DecodeRow, Limits, PrefillChunk, RowParams, Seat, StepPlan, StepTokens
 from jaxinfer.request import MAX_LOGPROBS, SampledToken, SamplingParams
@@ -71,7 +72,8 @@ class EngineRunner:
         """
         enable_persistent_cache()
         mesh, context, dtype = make_mesh(engine.mesh), engine_context(config, engine), jnp.dtype(engine_dtype(engine))
-        params = jax.device_put(params, param_shardings(config, mesh))
+        config = replace(config, context=context)  # a longrope has other factors where no sequence may grow long
+        params = jax.device_put(params, spread_all(params, param_shardings(config, mesh)))
         held = cache_dtype(engine, dtype)
         limits = Limits(
             slots=engine.slots,
@@ -100,6 +102,16 @@ class EngineRunner:
     def limits(self) -> Limits:
         """What a plan may ask for; fixed."""
         return self._limits
+
+    @property
+    def weights(self) -> str:
+        """How the large matrices are kept where they are quantised; "" where all are plain."""
+        return describe(self._params)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one weight of the large matrices, on average."""
+        return bytes_per_weight(self._params)
 
     @property
     def compilations(self) -> Counter[str]:

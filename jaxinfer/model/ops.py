@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxinfer.arrays import Keys, Lengths, Pages, PageTable, Positions, Queries, RowInt, Tokens, Values
+from jaxinfer.model.quantised import Quantised, Weight
 
 
 class TokenBatch(NamedTuple):
@@ -66,7 +67,7 @@ class Ops(Protocol):
         ...
 
     def matmul(
-        self, x: Float[Array, "..."], weight: Float[Array, "..."], *, axes: int = 1, dtype: Any = None
+        self, x: Float[Array, "..."], weight: Weight, *, axes: int = 1, dtype: Any = None
     ) -> Float[Array, "..."]:
         """Contract the last `axes` axes of both; the result, of `dtype` or x's, has x's other axes, then the weight's.
 
@@ -75,7 +76,7 @@ class Ops(Protocol):
         ...
 
     def grouped_matmul(
-        self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"], sizes: Int32[Array, " e"]
+        self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"] | Quantised, sizes: Int32[Array, " e"]
     ) -> Float[Array, "n *out"]:
         """Each row of x times the matrix of its group: the first sizes[0] rows times weight[0], and so on.
 
@@ -83,6 +84,6 @@ class Ops(Protocol):
         """
         ...
 
-    def take(self, table: Float[Array, "v w"], ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
+    def take(self, table: Float[Array, "v w"] | Quantised, ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
         """Rows of a weight by their number, in the model's dtype."""
         ...

@@ -1,6 +1,6 @@
 """The operations on weights as plain jnp: where no engine is at hand, for training and for asking shapes.
 
-Knows: what the products mean. Knows no cache, no kernel and no quantised weight.
+Knows: what the products mean; a quantised weight is decoded first. Knows no cache and no kernel.
 """
 
 from typing import Any
@@ -11,28 +11,33 @@ from jaxtyping import Array, Float, Int32
 
 from jaxinfer.arrays import Keys, Pages, Queries, Values
 from jaxinfer.model.ops import TokenBatch
+from jaxinfer.model.quantised import Quantised, Weight
 
 
 class PlainWeights:
     """The part of `Ops` that multiplies by weights; their docstrings hold here."""
 
     def matmul(
-        self, x: Float[Array, "..."], weight: Float[Array, "..."], *, axes: int = 1, dtype: Any = None
+        self, x: Float[Array, "..."], weight: Weight, *, axes: int = 1, dtype: Any = None
     ) -> Float[Array, "..."]:
         """Contract the last `axes` axes of both."""
         last = tuple(range(-axes, 0))
-        return jnp.tensordot(x, weight, axes=(last, last), preferred_element_type=dtype)
+        return jnp.tensordot(x, _decoded(weight), axes=(last, last), preferred_element_type=dtype)
 
     def grouped_matmul(
-        self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"], sizes: Int32[Array, " e"]
+        self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"] | Quantised, sizes: Int32[Array, " e"]
     ) -> Float[Array, "n *out"]:
         """Each row of x times the matrix of its group."""
-        flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+        flat = _decoded(weight).reshape(weight.shape[0], -1, weight.shape[-1])
         return jax.lax.ragged_dot(x, flat.swapaxes(1, 2), sizes).reshape(-1, *weight.shape[1:-1])
 
-    def take(self, table: Float[Array, "v w"], ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
+    def take(self, table: Float[Array, "v w"] | Quantised, ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
         """Rows of a table by their number."""
-        return table[ids]
+        return _decoded(table)[ids]
+
+
+def _decoded(weight: Weight) -> Float[Array, "..."]:
+    return weight.dequantise() if isinstance(weight, Quantised) else weight
 
 
 class ShapeOps(PlainWeights):

@@ -21,6 +21,7 @@ from jaxinfer.model.latent import LatentAttention
 from jaxinfer.model.layers import MLP, norm_weight, rms_norm, softcap, weight
 from jaxinfer.model.ops import Ops, TokenBatch, pick
 from jaxinfer.model.plain_ops import ShapeOps
+from jaxinfer.model.quantised import Kind, abstract
 from jaxinfer.model.rope import Phases, rope_phases
 
 
@@ -134,9 +135,12 @@ def init_params(config: ModelConfig, dtype: Any, key: jax.Array) -> Any:
     return nn.meta.unbox(_init_boxed(config, dtype, key))
 
 
-def abstract_params(config: ModelConfig, dtype: Any) -> Any:
-    """The parameter tree as `jax.ShapeDtypeStruct` leaves; nothing is allocated."""
-    return jax.eval_shape(lambda key: init_params(config, dtype, key), jax.random.key(0))
+def abstract_params(config: ModelConfig, dtype: Any, quantize: Kind | None = None) -> Any:
+    """The parameter tree as `jax.ShapeDtypeStruct` leaves, some in Quantised ones; nothing is allocated."""
+    plain = jax.eval_shape(lambda key: init_params(config, dtype, key), jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: abstract(tuple(key.key for key in path), leaf, quantize), plain
+    )
 
 
 def logical_axes(config: ModelConfig) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxinfer import CacheConfig, EngineConfig
-from jaxinfer.checkpoint.load import load_config
+from jaxinfer.checkpoint.load import load_config, load_structs
 from jaxinfer.cli.plan import plan_chip, weight_bytes
 from jaxinfer.roofline import CHIPS, Chip, kv_bytes_per_token, total_weights
 
@@ -49,7 +49,8 @@ def test_plan_counts_the_executables_that_warm_up_makes(code, llm, tiny_path, fl
 
 def test_plan_splits_over_devices_and_says_what_does_not_fit(tiny_path):
     config = load_config(str(tiny_path))
-    alone, both = (weight_bytes(config, "float32", devices) for devices in (1, 2))
+    params = load_structs(str(tiny_path), "float32", None)
+    alone, both = (weight_bytes(config, params, devices) for devices in (1, 2))
     assert alone / 2 < both < alone  # all but the norms is split
     tight = Chip("tight", 1e12, 1e9, memory=alone + 100)
     engine = dataclasses.replace(ENGINE, dtype="float32")
