@@ -10,6 +10,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
+Weights = Mapping[str, Any]
+"""Arrays by name; for GGUF files also `(array, GGMLQuantizationType)`."""
 VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS = 259, 32, 4, 2, 16, 32, 2
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -202,3 +204,15 @@ def add_field(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
             writer.add_uint32(name, value)
         case _:
             writer.add_array(name, value)
+
+
+def hf_model(directory: Path, family: str = "llama", weights: Weights | None = None, **config: Any) -> str:
+    """The reference of a Hugging Face directory of one file, in the new folder `hf`."""
+    tensors = hf_weights(family) if weights is None else weights
+    return str(write_hf(directory / "hf", hf_config(family, **config), {"model.safetensors": tensors}))
+
+
+def gguf_model(directory: Path, family: str = "llama", weights: Weights | None = None, **fields: Any) -> str:
+    """The reference of the GGUF file `m.gguf`."""
+    tensors = gguf_tensors(family, hf_weights(family)) if weights is None else weights
+    return str(write_gguf(directory / "m.gguf", family, tensors, gguf_fields(family, **fields)))
