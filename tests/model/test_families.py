@@ -270,7 +270,7 @@ def test_gguf_gemma3_27b_scales_queries_by_width_over_heads():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("expert_count", 8),
+        ("expert_used_count", 8),
         ("rope.scaling.type", "ntk"),
         ("rope.dimension_count", 8),
         ("attention.scale", 0.01),
@@ -289,7 +289,7 @@ def test_a_gguf_that_nobody_implemented(field: str, value: Any):
 
 
 def test_an_unknown_gguf_architecture_is_named():
-    with pytest.raises(ConfigError, match="'bert'; expected one of llama, gemma"):
+    with pytest.raises(ConfigError, match="'bert'; expected one of llama, qwen2"):
         config_from_gguf(gguf_fields("bert"), GGUF_SHAPES)
     with pytest.raises(ConfigError, match=r"token_embd\.weight"):
         config_from_gguf(gguf_fields("llama"), {})
