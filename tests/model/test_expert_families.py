@@ -276,6 +276,8 @@ def test_a_value_that_nobody_implemented(family: str, field: str, value: Any):
         ("gpt_oss", "gpt-oss.rope.freq_base_swa", 10_000.0),
         ("deepseek_v3", "deepseek2.expert_gating_func", 1),
         ("deepseek_v3", "deepseek2.expert_gating_func", None),
+        ("deepseek_v3", "deepseek2.expert_group_count", None),
+        ("deepseek_v3", "deepseek2.expert_group_used_count", None),
         ("deepseek_v3", "deepseek2.nextn_predict_layers", 1),
         ("deepseek_v3", "deepseek2.attention.key_length_mla", None),
         ("deepseek_v3", "deepseek2.attention.key_length", 20),

@@ -224,8 +224,9 @@ def _experts_from_gguf(fields: Fields, biased: bool) -> ExpertsConfig:
         scoring="sigmoid",
         normalised=fields.flag(field("expert_weights_norm"), False),
         scale=active_weights_scale(fields, "deepseek2"),
-        groups=fields.whole(field("expert_group_count"), 1),
-        active_groups=fields.whole(field("expert_group_used_count"), 1),
+        # A file without these is of a converter that dropped them, and V3's choice of experts with them.
+        groups=fields.whole(field("expert_group_count")),
+        active_groups=fields.whole(field("expert_group_used_count")),
         selection_bias=biased,
         shared_width=inner * fields.whole(field("expert_shared_count"), 0, low=0),
     )
