@@ -215,6 +215,7 @@ def test_the_layers_that_draft_tokens_are_not_read():
     own = {"model.layers.3.eh_proj.weight", "model.layers.40.self_attn.o_proj.weight", "model.embed_tokens.weight"}
     assert unread_tensors(config, naming, drafting | own) == drafting
     assert not unread_tensors(config, naming, own | {"model.layers.4.self_attn.o_proj.weight"})
+    assert not unread_tensors(config, naming, {f"model.layers.{'9' * 5000}.eh_proj.weight"})
     assert not unread_tensors(config, family_of("qwen3_moe").hf.naming, drafting)
 
 

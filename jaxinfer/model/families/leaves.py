@@ -102,7 +102,7 @@ def unread_tensors(config: ModelConfig, naming: Naming, names: Collection[str]) 
     unread = {name for name in names if layers and re.fullmatch(layers, name)}
     if naming.drafting is None:
         return unread
-    marker = re.escape(naming.drafting).replace(r"\{i\}", r"(\d+)")
+    marker = re.escape(naming.drafting).replace(r"\{i\}", r"(\d{1,9})")
     drafting = [int(found[1]) for found in map(re.compile(marker).fullmatch, names) if found]
     start = naming.drafting.partition("{i}")[0]
     prefixes = tuple(f"{start}{layer}." for layer in drafting if layer >= config.layers)
