@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.files import chat_template, eos_ids, read_json
@@ -20,7 +21,7 @@ from jaxinfer.checkpoint.gguf_header import read_header
 from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, read_config, read_sampling, read_structs, save_orbax
 from jaxinfer.checkpoint.quantization import decoded
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
-from jaxinfer.checkpoint.tensors import Tensors, equal
+from jaxinfer.checkpoint.tensors import Tensors, equal, read_as
 from jaxinfer.config import ModelConfig, QuantizeName
 from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.model.families import (
@@ -160,7 +161,7 @@ def _load_gguf(
     tensors = GGUFTensors(path)
     _check_stored(path, quantize, tensors)
     config = config_from_gguf(tensors.fields, tensors.shapes)
-    factors = {name: tensors.read(name) for name in ROPE_TENSORS if name in tensors.shapes}
+    factors = {name: read_as(tensors, name, np.dtype(np.float32)) for name in ROPE_TENSORS if name in tensors.shapes}
     config = with_rope_factors(config, factors)
     template = tensors.fields.get("tokenizer.chat_template")
     naming, tokenizer = family_of(config.family).gguf.naming, from_gguf(tensors.fields)
