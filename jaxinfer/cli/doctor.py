@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer.cli.flags import DEMO, RefArgument
+from jaxinfer.cli.flags import DEMO, QuantizeFlag, RefArgument
 from jaxinfer.config import DTypeName, EngineConfig
 from jaxinfer.progress import progress_bars
 
@@ -32,6 +32,7 @@ def command(
         DTypeName | None,
         typer.Option(help="Of the weights; unset, float32 on CPU and beside a reference, bfloat16 elsewhere."),
     ] = None,
+    quantize: QuantizeFlag = None,
     tolerance: Annotated[
         float, typer.Option(help="How far a part may be from the reference's, as a share of its largest magnitude.")
     ] = 1e-3,
@@ -55,7 +56,15 @@ def command(
     enable_persistent_cache()
     named = dtype or ("float32" if reference else engine_dtype(EngineConfig()))
     with progress_bars(sys.stderr.isatty()) as report:
-        found = diagnose(ref, prompt=prompt, dtype=named, reference=reference, tolerance=tolerance, report=report)
+        found = diagnose(
+            ref,
+            prompt=prompt,
+            dtype=named,
+            quantize=quantize,
+            reference=reference,
+            tolerance=tolerance,
+            report=report,
+        )
     print(json.dumps(found.as_json()) if as_json else text(found))
     if found.faults:
         raise typer.Exit(UNHEALTHY)
@@ -111,7 +120,7 @@ def _run_lines(run: "Run") -> list[str]:
             "prompt": repr(run.prompt),
             "continuation": repr(run.text),
             "activations": "finite" if run.not_finite is None else f"{run.not_finite} is not finite",
-            "weights": f"{run.weight_bytes / 2**20:.1f} MiB of {run.dtype}",
+            "weights": f"{run.weight_bytes / 2**20:.1f} MiB, {run.weights}",
             "cache": f"{run.cache_bytes / 2**10:.1f} KiB a token",
             "decode step": f"{run.step_ms:.2f} ms at least on this machine, bound by {run.bound_by}",
         }

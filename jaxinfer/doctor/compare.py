@@ -16,6 +16,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.doctor.forward import EMBEDDING, FINAL, LOGITS, Activations
 from jaxinfer.errors import CheckpointError
 from jaxinfer.model.families import Leaf, family_of, leaf_of
+from jaxinfer.model.quantised import is_quantised
 
 TOLERANCE = 1e-3
 ROUNDING = 1e-6
@@ -94,9 +95,14 @@ def diverging_tensors(config: ModelConfig, params: Any, part: str, reference: Re
             found += [f"{missing[0]} (the reference has none of that name to compare with)"]
             continue
         theirs = build(reference, leaf, np.dtype(np.float32))
-        same = np.abs(np.asarray(mine, np.float32) - theirs) <= ROUNDING * np.abs(theirs).max(initial=0)
+        same = np.abs(np.asarray(plain(mine), np.float32) - theirs) <= ROUNDING * np.abs(theirs).max(initial=0)
         found += [leaf.sources[i].name for i in np.unique(_owners(leaf)[~same])]  # NaN is never the same
     return list(dict.fromkeys(found))
+
+
+def plain(leaf: Any) -> np.ndarray:
+    """A leaf of our tree as one array, whatever it is kept in."""
+    return np.asarray(leaf.dequantise() if is_quantised(leaf) else leaf)
 
 
 def _leaves_of(part: str, params: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -17,7 +17,7 @@ from jaxinfer.checkpoint.explain import explain_config, stored_tensors
 from jaxinfer.checkpoint.fill import flatten
 from jaxinfer.checkpoint.load import Checkpoint, load, resolve
 from jaxinfer.checkpoint.tensors import Tensors
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, QuantizeName
 from jaxinfer.doctor.compare import (
     TOLERANCE,
     Difference,
@@ -25,16 +25,20 @@ from jaxinfer.doctor.compare import (
     differences,
     diverging_tensors,
     first_divergence,
+    plain,
 )
 from jaxinfer.doctor.forward import LOGITS, Activations, Probe
 from jaxinfer.doctor.reference import require_reference, run_reference
 from jaxinfer.doctor.tensors import TensorStats, inspect, suspicions
 from jaxinfer.engine.cache import page_bytes
 from jaxinfer.errors import ConfigError, RequestError
+from jaxinfer.model.quantised import bytes_of, bytes_per_weight, describe, is_quantised, parts_of
 from jaxinfer.progress import Report
 from jaxinfer.roofline import bound, decode_cost
 
 STEPS = 24
+LONGEST = 512
+"""Tokens of a prompt: what every part makes of each is kept."""
 PROMPT = "The capital of France is"
 
 
@@ -42,16 +46,16 @@ PROMPT = "The capital of France is"
 class Run:
     """One prompt through our decoder.
 
-    text: what follows greedily. not_finite: the first part whose output is not. kernels: which run, and why.
-    weight_bytes and cache_bytes (per token): what the model takes in memory in `dtype`. step_ms: the least time of a
-    decode step behind this prompt on this machine, and which of the machine's limits sets it.
+    text: what follows greedily. not_finite: the first part whose output is not. kernels: which run, and why. weights:
+    what they are kept in. weight_bytes and cache_bytes (per token): what the model takes in memory. step_ms: the least
+    time of a decode step behind this prompt on this machine; bound_by: which of the machine's limits sets it.
     """
 
     prompt: str
     text: str
     not_finite: str | None
     kernels: str
-    dtype: str
+    weights: str
     weight_bytes: int
     cache_bytes: int
     step_ms: float
@@ -107,12 +111,14 @@ def diagnose(
     *,
     prompt: str = PROMPT,
     dtype: str = "float32",
+    quantize: QuantizeName | None = None,
     reference: Path | None = None,
     tolerance: float = TOLERANCE,
     report: Report | None = None,
 ) -> Diagnosis:
     """Examine the model `ref`, with its weights in `dtype`; beside the Hugging Face directory `reference` if given.
 
+    quantize: what `load` is to make of the large matrices, which then differ from a reference by their rounding.
     tolerance: the share of a part's largest magnitude that it may differ by. Raises CheckpointError or ConfigError
     where the model, or the reference, cannot be loaded at all; RequestError for a prompt that does not fit.
     """
@@ -123,7 +129,7 @@ def diagnose(
     ignored = explain_config(ref).ignored
     stored = stored_tensors(resolve(ref))
     tensors = [] if stored is None else _inspect(stored, report)
-    checkpoint = load(ref, dtype=dtype, progress=report)
+    checkpoint = load(ref, dtype=dtype, quantize=quantize, progress=report)
     if stored is None:
         tensors = _inspect(_Leaves(checkpoint.params), report)
     ids = _ids(checkpoint, prompt)
@@ -151,7 +157,7 @@ class _Leaves:
         return {name: leaf.shape for name, leaf in self._leaves.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        return np.asarray(self._leaves[name])[start:stop]
+        return plain(self._leaves[name])[start:stop]
 
 
 def _inspect(tensors: Tensors, report: Report | None) -> list[TensorStats]:
@@ -166,9 +172,9 @@ def _inspect(tensors: Tensors, report: Report | None) -> list[TensorStats]:
 
 
 def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
-    ids, room = checkpoint.tokenizer.encode(prompt, special=True), checkpoint.config.context - STEPS
+    ids, room = checkpoint.tokenizer.encode(prompt, special=True), min(LONGEST, checkpoint.config.context - STEPS)
     if not 1 <= len(ids) <= room:
-        raise RequestError(f"the prompt has {len(ids)} tokens; expected 1 to {room}: {STEPS} follow it")
+        raise RequestError(f"the prompt has {len(ids)} tokens; expected 1 to {room}")
     return ids
 
 
@@ -178,15 +184,17 @@ def _run(checkpoint: Checkpoint, probe: Probe, prompt: str, ids: Sequence[int], 
     if broken is None:
         made, finite = probe.greedy(ids, parts[LOGITS][-1], STEPS, checkpoint.eos_ids)
         broken = None if finite else f"{LOGITS} of the token {len(made)} behind the prompt"
-    leaves, itemsize = jax.tree.leaves(checkpoint.params), jnp.dtype(dtype).itemsize
-    step = bound(decode_cost(checkpoint.config, [len(ids) + STEPS], itemsize), measure_machine(dtype))
+    params, length, itemsize = checkpoint.params, [len(ids) + STEPS], jnp.dtype(dtype).itemsize
+    cost = decode_cost(checkpoint.config, length, itemsize, weight_bytes=bytes_per_weight(params))
+    step, kept = bound(cost, measure_machine(dtype)), describe(params)
+    arrays = [part for leaf in jax.tree.leaves(params, is_leaf=is_quantised) for part in parts_of(leaf)]
     return Run(
         prompt=prompt,
         text=checkpoint.tokenizer.decode(made),
         not_finite=broken,
         kernels=probe.why,
-        dtype=dtype,
-        weight_bytes=sum(leaf.nbytes for leaf in leaves),
+        weights=f"{dtype}, weights in {kept}" if kept else dtype,
+        weight_bytes=int(sum(map(bytes_of, arrays))),
         cache_bytes=page_bytes(checkpoint.config, 1, dtype),
         step_ms=1e3 * step.seconds,
         bound_by=step.limit,

@@ -10,7 +10,8 @@ import pytest
 
 from jaxinfer.checkpoint.load import load, save_orbax
 from jaxinfer.doctor.compare import Reference
-from jaxinfer.doctor.diagnose import diagnose, shortest_context
+from jaxinfer.doctor.diagnose import compared, diagnose, shortest_context
+from jaxinfer.doctor.forward import Probe
 from jaxinfer.doctor.reference import require_reference
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.errors import CheckpointError, ConfigError, RequestError
@@ -68,6 +69,31 @@ def test_an_orbax_directory_is_examined_leaf_by_leaf(tmp_path: Path, damaged: Ca
     found = diagnose(str(tmp_path / "orbax"))
     assert [name for name, _ in found.suspicious] == ["block_1/attention/out"]
     assert found.ignored == ()
+
+
+def test_quantised_weights_are_run_and_weighed_as_they_are(tmp_path: Path):
+    plain, small = (diagnose(str(TINY), prompt="abc", quantize=kind) for kind in (None, "int8"))
+    assert small.faults == []
+    assert small.tensors == plain.tensors
+    assert plain.run.weights == "float32"
+    assert small.run.weights.startswith("float32, weights in int8")
+    assert small.run.weight_bytes < 0.5 * plain.run.weight_bytes
+    assert small.run.step_ms < plain.run.step_ms
+    save_orbax(load(str(TINY), dtype="float32", quantize="int8"), tmp_path / "orbax")
+    stored = diagnose(str(tmp_path / "orbax"), prompt="abc")
+    assert stored.faults == []
+    assert {stats.name for stats in stored.tensors} >= {"embedding", "block_1/attention/qkv", "block_0/mlp/down"}
+
+
+def test_quantised_weights_diverge_from_a_reference_by_their_rounding(
+    reference: Reference, recording: dict[str, np.ndarray]
+):
+    checkpoint = load(str(TINY), dtype="float32", quantize="int8")
+    probe = Probe(checkpoint.config, checkpoint.params, "float32", 64, checkpoint.tokenizer.vocab_size)
+    parts = probe.activations(recording["ids"].tolist())
+    tight, wide = (compared(checkpoint, reference, parts, tolerance) for tolerance in (1e-5, 0.2))
+    assert (tight.diverged, tight.tensors) == ("embedding", ("model.embed_tokens.weight",))
+    assert wide.diverged is None
 
 
 def test_a_reference_is_run_on_the_same_ids(
