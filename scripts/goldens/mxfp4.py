@@ -29,7 +29,7 @@ def pack(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
         experts, width, out = weight.shape  # transformers multiplies from the left
         shape = (experts, out, width // 32)
         blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         weight.data = convert_moe_packed_tensors(blocks, scales).float()
     return stored
