@@ -231,8 +231,10 @@ def test_every_sampling_parameter_has_a_flag_that_sets_it():
 
 def test_every_engine_setting_has_a_flag_that_sets_it():
     own = {"slots": 2, "context": 64, "chunk": 16, "queue": 3, "dtype": "bfloat16", "deterministic": True}
+    own |= {"quantize": "int4"}
     cache = {"page_size": 16, "pages": 5, "memory_fraction": 0.5}
-    made = engine_config(**own, **cache, prefix_cache=False, tensor=2)
+    made = engine_config(**own, **cache, kv_dtype="int8", prefix_cache=False, tensor=2)
+    cache |= {"dtype": "int8"}
     assert made == EngineConfig(**own, prefix_cache=False, cache=CacheConfig(**cache), mesh=MeshConfig(tensor=2))
     assert {*own, "prefix_cache", "cache", "mesh"} == {field.name for field in dataclasses.fields(EngineConfig)}
     assert set(cache) == {field.name for field in dataclasses.fields(CacheConfig)}
