@@ -58,15 +58,16 @@ def _flattened(weight: Quantised, axes: int) -> Quantised:
 
 
 def _flat(x: Float[Array, "n i"], weight: Quantised) -> Float32[Array, "n o"]:
-    """x times weight transposed. int4 as two products: the even values of each row, and the odd ones."""
-    x = x.astype(jnp.float32)
-    if weight.values.dtype != jnp.int4:
-        product = _product(x, weight.values, weight.scale)
-    elif (weight.shape[1] // weight.scale.shape[1]) % 2:
-        product = _product(x, weight.values.astype(jnp.int8), weight.scale)
+    """x times weight transposed. int4 as the even values of each row, and the odd ones."""
+    x, values = x.astype(jnp.float32), weight.values
+    if values.dtype != jnp.int4:
+        pairs = [(x, values)]
+    elif (values.shape[1] // weight.scale.shape[1]) % 2:
+        pairs = [(x, values.astype(jnp.int8))]
     else:
-        even, odd = _nibbles(weight.values)
-        product = _product(x[:, ::2], even, weight.scale) + _product(x[:, 1::2], odd, weight.scale)
+        even, odd = _nibbles(values)
+        pairs = [(x[:, ::2], even), (x[:, 1::2], odd)]
+    product = _product(pairs, weight.scale)
     if weight.offset is None:
         return product
     sums = x.reshape(x.shape[0], weight.offset.shape[1], -1).sum(axis=-1)  # each group's offset meets the sum of its x
@@ -82,27 +83,34 @@ def _nibbles(values: Array) -> tuple[Int8[Array, "o half"], Int8[Array, "o half"
     return jnp.right_shift(jnp.left_shift(pairs, four), four), jnp.right_shift(pairs, four)
 
 
-def _product(
-    x: Float32[Array, "n i"], values: Int8[Array, "o i"], scale: Float32[Array, "o g"]
-) -> Float32[Array, "n o"]:
-    """x times (values * scale) transposed; scales of one group are applied to the sums."""
-    group = values.shape[1] // scale.shape[1]
-    lanes = gcd(group, _LANES)
-    if x.shape[0] == 1 and lanes >= 8:
-        return _one_row(x, values, scale, lanes)
-    apart = values.reshape(len(values), -1, lanes).astype(jnp.float32).reshape(values.shape)
-    if scale.shape[1] > 1:
-        apart = combine(jnp.multiply, apart, scale)
-    product = jax.lax.dot_general(x, apart, _CONTRACT_LAST)
+Pairs = list[tuple[Float32[Array, "n i"], Int8[Array, "o i"]]]
+"""Parts of x, each with the values that it meets."""
+
+
+def _product(pairs: Pairs, scale: Float32[Array, "o g"]) -> Float32[Array, "n o"]:
+    """The sum over the pairs of x times (values * scale) transposed; scales of one group are applied to the sums."""
+    lanes = gcd(pairs[0][1].shape[1] // scale.shape[1], _LANES)
+    if pairs[0][0].shape[0] == 1 and lanes >= 8:
+        return _one_row(pairs, scale, lanes)
+    product = sum(_many_rows(x, values, scale, lanes) for x, values in pairs)
     return product * scale[:, 0] if scale.shape[1] == 1 else product
 
 
-def _one_row(
-    x: Float32[Array, "1 i"], values: Int8[Array, "o i"], scale: Float32[Array, "o g"], lanes: int
-) -> Float32[Array, "1 o"]:
+def _many_rows(
+    x: Float32[Array, "n i"], values: Int8[Array, "o i"], scale: Float32[Array, "o g"], lanes: int
+) -> Float32[Array, "n o"]:
+    """A matrix product with the weight on the right, decoded but for the scales where these are of one group."""
+    apart = values.reshape(len(values), -1, lanes).astype(jnp.float32).reshape(values.shape)
+    if scale.shape[1] > 1:
+        apart = combine(jnp.multiply, apart, scale)
+    return jax.lax.dot_general(x, apart, _CONTRACT_LAST)
+
+
+def _one_row(pairs: Pairs, scale: Float32[Array, "o g"], lanes: int) -> Float32[Array, "1 o"]:
     """One row as a sum of products: a matrix product would write the decoded weight to memory first."""
-    rows, parts = len(values), values.shape[1] // lanes
-    products = values.reshape(rows, parts, lanes).astype(jnp.float32) * x.reshape(1, parts, lanes)
+    rows, parts = scale.shape[0], pairs[0][1].shape[1] // lanes
+    apart = [(x.reshape(1, parts, lanes), values.reshape(rows, parts, lanes)) for x, values in pairs]
+    products = sum(values.astype(jnp.float32) * x for x, values in apart)
     if scale.shape[1] == 1:
         return (products.sum(axis=1).sum(axis=1) * scale[:, 0])[None]
     per_part = jnp.repeat(scale, parts // scale.shape[1], axis=1)

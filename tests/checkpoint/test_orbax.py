@@ -14,9 +14,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.checkpoint.checkpoint import Checkpoint
-from jaxinfer.checkpoint.load import load, save_orbax
+from jaxinfer.checkpoint.fill import flatten, unflatten
+from jaxinfer.checkpoint.load import load, load_structs, save_orbax
 from jaxinfer.checkpoint.orbax import save_trained
-from jaxinfer.errors import CheckpointError
+from jaxinfer.checkpoint.quantise import quantise
+from jaxinfer.errors import CheckpointError, ConfigError
+from jaxinfer.model.quantised import describe, parts_of, quantisable
 
 from .makers import gguf_fields, gguf_tensors, hf_config, hf_weights, write_gguf, write_hf
 
@@ -228,3 +231,65 @@ def test_a_configuration_that_does_not_fit_the_weights(saved: Path, change: dict
     edit(saved / "jaxinfer.json", {"config": {**config, **change}})
     with pytest.raises(CheckpointError, match=message):
         load(str(saved), dtype="float32")
+
+
+def numbers(leaf: Any) -> list[bytes]:
+    return [np.asarray(part).tobytes() for part in parts_of(leaf)]
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
+    """A model in int4 (its embedding in int8), and the directory it was saved to."""
+    place = tmp_path_factory.mktemp("quantised")
+    tensors = gguf_tensors("gemma3", hf_weights("gemma3"))
+    path = write_gguf(place / "m.gguf", "gemma3", tensors, gguf_fields("gemma3"))
+    made = load(str(path), dtype="float32", quantize="int4")
+    save_orbax(made, place / "saved")
+    return made, place / "saved"
+
+
+@pytest.mark.parametrize("quantize", [None, "stored"])
+def test_quantised_leaves_come_back_as_they_are(quantised: tuple[Checkpoint, Path], quantize: Any):
+    made, directory = quantised
+    again = load(str(directory), dtype="float32", quantize=quantize)
+    assert jax.tree.structure(again.params) == jax.tree.structure(made.params)
+    assert "int4 in groups of 32 with offsets" in describe(again.params)
+    for path, leaf in flatten(made.params).items():
+        assert numbers(flatten(again.params)[path]) == numbers(leaf), path
+    planned = flatten(load_structs(str(directory), "float32", quantize))
+    assert {p: x.shape for p, x in planned.items()} == {p: x.shape for p, x in flatten(made.params).items()}
+
+
+def test_plain_leaves_can_be_quantised_as_they_are_read(saved: Path, source: Checkpoint):
+    again = flatten(load(str(saved), dtype="float32", quantize="int8").params)
+    for path, leaf in flatten(source.params).items():
+        expected = quantise(path, np.asarray(leaf), "int8") if quantisable(path) else leaf
+        assert numbers(again[path]) == numbers(expected), path
+
+
+def test_what_the_directory_does_not_hold_is_refused(saved: Path, quantised: tuple[Checkpoint, Path]):
+    with pytest.raises(ConfigError, match="quantize is 'stored', but the directory holds plain weights alone"):
+        load(str(saved), dtype="float32", quantize="stored")
+    with pytest.raises(ConfigError, match=r"quantize is 'int8', but .* was quantised when the directory was made"):
+        load(str(quantised[1]), dtype="float32", quantize="int8")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda leaf: dataclasses.replace(leaf, scale=jnp.ones((leaf.shape[0], 3))), "scale has shape .* no groups"),
+        (lambda leaf: dataclasses.replace(leaf, scale=leaf.scale[:-1]), "scale has shape .* no groups"),
+        (lambda leaf: dataclasses.replace(leaf, scale=leaf.scale.astype(jnp.int8)), "scale is int8; expected float32"),
+        (lambda leaf: dataclasses.replace(leaf, values=leaf.values.astype(jnp.int32)), "values of int32"),
+        (lambda leaf: dataclasses.replace(leaf, values=leaf.values[:-1]), "values has shape"),
+        (lambda leaf: {"values": leaf.values}, "scale is missing"),
+        (lambda leaf: {"values": leaf.values, "scale": leaf.scale, "spare": leaf.scale}, "spare .* is surplus"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(quantised: tuple[Checkpoint, Path], tmp_path: Path, change: Any, message: str):
+    made, _ = quantised
+    leaves = flatten(made.params)
+    leaves["block_0", "mlp", "down"] = change(leaves["block_0", "mlp", "down"])
+    save_orbax(dataclasses.replace(made, params=unflatten(leaves)), tmp_path / "changed")
+    with pytest.raises(CheckpointError, match=f"block_0/mlp/down.*{message}|{message}"):
+        load(str(tmp_path / "changed"), dtype="float32")

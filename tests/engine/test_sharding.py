@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxinfer.checkpoint.fill import flatten, unflatten
+from jaxinfer.checkpoint.quantise import quantise
 from jaxinfer.config import ExpertsConfig, LatentConfig, MeshConfig
+from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sharding import make_mesh, pages_sharding, param_shardings
 from jaxinfer.errors import ConfigError
-from jaxinfer.model.transformer import abstract_params
+from jaxinfer.model.ops import TokenBatch
+from jaxinfer.model.quantised import quantisable, spread_all
+from jaxinfer.model.transformer import Transformer, abstract_params, init_params
 from jaxinfer.plan import StepPlan
 from jaxinfer.request import SamplingParams
 
@@ -110,3 +115,27 @@ def test_what_must_be_divided_follows_the_layers():
     ):
         with pytest.raises(ConfigError, match=name):
             param_shardings(wrong, two)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights_over_four_devices_give_the_logits_of_one(kind):
+    """Scales of one entry stay whole where the values beside them are split."""
+    config = replace(MODEL, kv_heads=4)
+    four = make_mesh(MeshConfig(tensor=4))
+    plain = flatten(init_params(config, jnp.float32, jax.random.key(1)))
+    params = unflatten(
+        {path: quantise(path, np.asarray(leaf), kind) if quantisable(path) else leaf for path, leaf in plain.items()}
+    )
+    split = jax.device_put(params, spread_all(params, param_shardings(config, four)))
+    down = split["block_0"]["mlp"]["down"]
+    assert down.values.addressable_shards[0].data.size * 4 == down.values.size
+    model, ops = Transformer(config, jnp.float32), PagedOps()
+    batch = TokenBatch(jnp.array([[3, 1, 4, 1]]), jnp.arange(4)[None], jnp.zeros((1, 1), int), jnp.array([4]))
+    pages = (jnp.zeros((1, 2, 4, 8, config.head_dim)),) * config.layers
+
+    @jax.jit
+    def logits(params):
+        hidden, _ = model.apply({"params": params}, batch, pages, ops)
+        return model.apply({"params": params}, hidden[0], ops, method="logits")
+
+    np.testing.assert_allclose(logits(split), logits(jax.device_put(params)), atol=1e-4)
