@@ -1,0 +1,34 @@
+"""What quantising costs in perplexity, on real models and a real text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer.checkpoint.load import load
+from jaxinfer.perplexity import perplexity
+
+TEXT = (Path(__file__).parent / "data" / "eval" / "alice.txt").read_text(encoding="utf-8")
+TOKENS, CONTEXT = 500, 256
+
+
+def measure(path: Path, quantize: Any) -> float:
+    return perplexity(
+        load(str(path), dtype="float32", quantize=quantize), TEXT, context=CONTEXT, tokens=TOKENS
+    ).perplexity
+
+
+@pytest.fixture(scope="module")
+def smollm2(demo_path: Path) -> float:
+    return measure(demo_path, None)
+
+
+@pytest.mark.parametrize(("quantize", "most"), [("int8", 0.01), ("int4", 0.08), ("stored", 1e-4)])
+def test_smollm2(demo_path: Path, smollm2: float, quantize: str, most: float):
+    found = measure(demo_path, quantize)
+    assert found != smollm2
+    assert found == pytest.approx(smollm2, rel=most)
+
+
+def test_gemma3_in_int8(gemma_path: Path):
+    assert measure(gemma_path, "int8") == pytest.approx(measure(gemma_path, None), rel=0.01)
