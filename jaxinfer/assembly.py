@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jaxinfer.engine.runner import EngineRunner, engine_dtype
 from jaxinfer.engine.sharding import make_mesh, param_shardings
 from jaxinfer.errors import BadSamplingParam, PromptTooLong, RequestError
 from jaxinfer.progress import progress_bars
-from jaxinfer.request import MAX_STOP_IDS, SEED_BOUND, Request, SamplingParams
+from jaxinfer.request import MAX_STOP_IDS, SEED_BOUND, Request, Sampling, SamplingParams
 from jaxinfer.scheduler.loop import EngineLoop
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.protocol import Tokenizer
@@ -33,8 +33,6 @@ Prompt = str | Sequence[int] | Messages
 
 DEFAULT_ENGINE = EngineConfig()
 DEFAULT_PARAMS = SamplingParams()
-Sampling = Literal["none", "checkpoint"]
-"""Whose sampling parameters hold where a request leaves them open: ours, which change nothing, or the checkpoint's."""
 MAX_SALT_CHARS = 256
 
 

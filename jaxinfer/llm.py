@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
-from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, Messages, Prompt, Sampling, assemble
+from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, Messages, Prompt, assemble
 from jaxinfer.config import EngineConfig
 from jaxinfer.driver import Driver, Ticket
 from jaxinfer.errors import EngineFault, RequestError
 from jaxinfer.output import Output, failure
-from jaxinfer.request import Delta, SamplingParams
+from jaxinfer.request import Delta, Sampling, SamplingParams
 
 
 class TokenStream:

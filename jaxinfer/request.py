@@ -7,7 +7,7 @@ Positions and lengths count tokens; times are seconds on `time.monotonic`'s cloc
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxinfer.errors import BadSamplingParam
 
@@ -55,6 +55,10 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+
+
+Sampling = Literal["none", "checkpoint"]
+"""Whose sampling parameters hold where a request leaves them open: ours, which change nothing, or the checkpoint's."""
 
 
 def _check_int(name: str, value: object, low: float, high: float) -> None:

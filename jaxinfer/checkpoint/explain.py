@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxinfer.checkpoint.files import read_json
+from jaxinfer.checkpoint.generation import GENERATION_CONFIG, gguf_generation, read_generation
 from jaxinfer.checkpoint.gguf import GGUFTensors
-from jaxinfer.checkpoint.load import resolve
+from jaxinfer.checkpoint.load import gguf_config, resolve
 from jaxinfer.checkpoint.orbax import MANIFEST, read_config
 from jaxinfer.checkpoint.quantization import decoded
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
@@ -32,6 +33,7 @@ GGUF_LOADER = frozenset(
     | {f"general.sampling.{name}" for name in ("temp", "top_k", "top_p", "min_p", "penalty_repeat")}
 )
 """Metadata that the loader reads itself, or that settles what a tokenizer does."""
+_GGUF_READ = GGUF_TOKENIZER | GGUF_LOADER
 
 
 class Explained(NamedTuple):
@@ -42,19 +44,21 @@ class Explained(NamedTuple):
 
 
 def explain_config(ref: str) -> Explained:
-    """The configuration of the model `ref`, and what of its `config.json` or GGUF metadata was ignored.
+    """The configuration of the model `ref`, and what was ignored of its `config.json` (and of the advice in
+    `generation_config.json`) or of its GGUF metadata.
 
     Raises as `load_config` does: a field that may change the arithmetic is refused there, not ignored.
     """
     path = resolve(ref)
     if path.is_file():
         tensors = GGUFTensors(path)
-        config, unread = read_gguf(tensors.fields, tensors.shapes)
-        return Explained(config, tuple(name for name in unread if name not in GGUF_TOKENIZER | GGUF_LOADER))
+        unread = [name for name in read_gguf(tensors.fields, tensors.shapes)[1] if name not in _GGUF_READ]
+        return Explained(gguf_config(tensors)[0], (*unread, *gguf_generation(tensors.fields).ignored))
     if (path / MANIFEST).is_file():
         return Explained(read_config(path), ())  # a field that this version does not have is an error there
     config, unread = read_hf(read_json(path / "config.json"))
-    return Explained(config, tuple(name for name in unread if name not in HF_LOADER))
+    advice = [f"{GENERATION_CONFIG}: {name}" for name in read_generation(path).ignored]
+    return Explained(config, (*(name for name in unread if name not in HF_LOADER), *advice))
 
 
 def stored_tensors(path: Path) -> Tensors | None:

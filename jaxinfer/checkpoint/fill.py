@@ -122,11 +122,13 @@ def check_layers(config: ModelConfig, tensors: int) -> None:
 
 
 def _check_experts(config: ModelConfig, naming: Naming, tensors: int) -> None:
-    """As for layers, where each expert has tensors of its own."""
-    apart = any("{e}" in name for names in naming.names.values() for name in names)
-    if apart and config.experts is not None and config.experts.count > tensors:
+    """As for layers, where each expert has tensors of its own: their names alone could fill the memory."""
+    if config.experts is None or not any("{e}" in name for names in naming.names.values() for name in names):
+        return
+    layers, count = config.layers - len(config.dense_layers), config.experts.count
+    if layers * count > tensors:
         raise CheckpointError(
-            f"configuration has {config.experts.count} experts, but the checkpoint has {tensors} tensors"
+            f"configuration has {count} experts on {layers} layers, but the checkpoint has {tensors} tensors"
         )
 
 

@@ -57,7 +57,9 @@ Every other field is about lengths, caches, or ids that are read elsewhere.
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """sampling: recommended values of `SamplingParams` fields. ignored: names of fields that ask for more than that."""
+    """sampling: recommended values of `SamplingParams` fields. ignored: names of fields that ask for more than that, or
+    for a value that `SamplingParams` does not take: advice that nobody asked for must not stop a model from loading.
+    """
 
     eos_ids: frozenset[int] = frozenset()
     sampling: Mapping[str, float | int] = field(default_factory=dict)
@@ -65,24 +67,43 @@ class Generation:
 
 
 def read_generation(directory: Path) -> Generation:
-    """What `generation_config.json` says, if it is there. Raises CheckpointError for a value out of range."""
+    """What `generation_config.json` says, if it is there. Raises CheckpointError where it is damaged."""
     path = directory / GENERATION_CONFIG
     raw = read_json(path) if path.is_file() else {}
-    ignored = [name for name, neutral in _NEUTRAL.items() if raw.get(name) not in (None, [], {}, *neutral)]
-    return Generation(eos_ids(raw.get("eos_token_id"), GENERATION_CONFIG), _sampling(raw), tuple(sorted(ignored)))
+    unfollowed = [name for name, neutral in _NEUTRAL.items() if raw.get(name) not in (None, [], {}, *neutral)]
+    sampling, refused = _usable(_recommended(raw))
+    ends = eos_ids(raw.get("eos_token_id"), GENERATION_CONFIG)
+    return Generation(ends, sampling, tuple(sorted([*unfollowed, *refused])))
 
 
-def gguf_sampling(fields: Mapping[str, Any]) -> dict[str, float | int]:
-    """The recommendation in a GGUF file's `general.sampling.*`. Raises CheckpointError for a value out of range."""
-    return checked_sampling({name: fields[key] for key, name in _GGUF.items() if key in fields}, "general.sampling")
+def gguf_generation(fields: Mapping[str, Any]) -> Generation:
+    """The recommendation in a GGUF file's `general.sampling.*`; its ends of text are the tokenizer's."""
+    names = {name: key for key, name in _GGUF.items()}
+    sampling, refused = _usable({name: fields[key] for key, name in _GGUF.items() if key in fields})
+    return Generation(sampling=sampling, ignored=tuple(sorted(names[name] for name in refused)))
 
 
-def _sampling(raw: Mapping[str, Any]) -> dict[str, float | int]:
+def _recommended(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`do_sample: false` recommends the likeliest token; the other fields say nothing then, as in transformers."""
     given = {name: raw[name] for name in FIELDS if raw.get(name) is not None}
     if raw.get("do_sample") is False:
         given = {"temperature": 0.0} | {name: given[name] for name in given if name == "repetition_penalty"}
-    return checked_sampling(given, GENERATION_CONFIG)
+    return given
+
+
+def _usable(values: Mapping[str, Any]) -> tuple[dict[str, float | int], list[str]]:
+    """The values that `SamplingParams` takes, and the names of the others. A whole number may be written as 50.0."""
+    usable: dict[str, Any] = {}
+    refused: list[str] = []
+    for name, value in values.items():
+        value: Any = int(value) if name == "top_k" and isinstance(value, float) and value.is_integer() else value
+        try:
+            SamplingParams(**{name: value})
+        except BadSamplingParam:
+            refused.append(name)
+        else:
+            usable[name] = value
+    return usable, refused
 
 
 def checked_sampling(values: Any, where: str) -> dict[str, float | int]:

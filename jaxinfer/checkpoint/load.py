@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.files import chat_template, eos_ids, read_json
 from jaxinfer.checkpoint.fill import Progress, Shardings, fill, structs
-from jaxinfer.checkpoint.generation import Generation, gguf_sampling, read_generation
+from jaxinfer.checkpoint.generation import Generation, gguf_generation, read_generation
 from jaxinfer.checkpoint.gguf import GGUFTensors
 from jaxinfer.checkpoint.gguf_header import read_header
 from jaxinfer.checkpoint.orbax import MANIFEST, load_orbax, read_config, read_sampling, read_structs, save_orbax
@@ -95,8 +95,7 @@ def load_config(ref: str) -> ModelConfig:
     """
     path = resolve(ref)
     if path.is_file():
-        tensors = GGUFTensors(path)
-        return config_from_gguf(tensors.fields, tensors.shapes)
+        return gguf_config(GGUFTensors(path))[0]
     if (path / MANIFEST).is_file():
         return read_config(path)
     return config_from_hf(read_json(path / "config.json"))
@@ -108,7 +107,7 @@ def load_structs(ref: str, dtype: str, quantize: QuantizeName | None) -> Any:
     if path.is_file():
         tensors = GGUFTensors(path)
         _check_stored(path, quantize, tensors)
-        config = config_from_gguf(tensors.fields, tensors.shapes)
+        config, _ = gguf_config(tensors)
         return structs(tensors, config, family_of(config.family).gguf.naming, dtype, quantize)
     if (path / MANIFEST).is_file():
         return read_structs(path, dtype, quantize)
@@ -131,7 +130,7 @@ def load_generation(ref: str) -> Generation:
     """What the model `ref` recommends to sample with, and what of that is not followed; no weight is read."""
     path = resolve(ref)
     if path.is_file():
-        return Generation(sampling=gguf_sampling(read_header(path).fields))
+        return gguf_generation(read_header(path).fields)
     if (path / MANIFEST).is_file():
         return Generation(sampling=read_sampling(path))
     return read_generation(path)
@@ -155,14 +154,19 @@ def _download(name: str) -> Path:
         raise CheckpointError(f"hf:{name} cannot be downloaded, and no local copy is complete: {reason}") from error
 
 
+def gguf_config(tensors: GGUFTensors) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The configuration of a GGUF file, and the names of the tensors that are part of it: divisors of its rope."""
+    config = config_from_gguf(tensors.fields, tensors.shapes)
+    factors = {name: read_as(tensors, name, np.dtype(np.float32)) for name in ROPE_TENSORS if name in tensors.shapes}
+    return with_rope_factors(config, factors), tuple(factors)
+
+
 def _load_gguf(
     path: Path, dtype: str, quantize: QuantizeName | None, shardings: Shardings | None, progress: Progress | None
 ) -> Checkpoint:
     tensors = GGUFTensors(path)
     _check_stored(path, quantize, tensors)
-    config = config_from_gguf(tensors.fields, tensors.shapes)
-    factors = {name: read_as(tensors, name, np.dtype(np.float32)) for name in ROPE_TENSORS if name in tensors.shapes}
-    config = with_rope_factors(config, factors)
+    config, factors = gguf_config(tensors)
     template = tensors.fields.get("tokenizer.chat_template")
     naming, tokenizer = family_of(config.family).gguf.naming, from_gguf(tensors.fields)
     return Checkpoint(
@@ -174,14 +178,14 @@ def _load_gguf(
             naming,
             dtype,
             quantize=quantize,
-            unused=list(factors),
+            unused=factors,
             shardings=shardings,
             progress=progress,
         ),
         tokenizer=tokenizer,
         chat_template=template if isinstance(template, str) else None,
         eos_ids=tokenizer.eos_ids,
-        sampling=gguf_sampling(tensors.fields),
+        sampling=gguf_generation(tensors.fields).sampling,
     )
 
 

@@ -71,8 +71,8 @@ def _fine_grained(fields: Fields) -> Fp8Scheme:
 def _compressed(fields: Fields) -> Fp8Scheme:
     """compressed-tensors' `float-quantized`; several groups of modules may have scales of several layouts."""
     fields.expect("format", "float-quantized")
-    fields.expect("quantization_status", "compressed")
-    fields.expect("sparsity_config", None, {}, {"format": "dense"})
+    fields.expect("quantization_status", "compressed", "frozen")
+    Fields(fields.mapping("sparsity_config"), f"{_WHERE} sparsity_config").expect("format", "dense")
     fields.expect("transform_config", None, {})
     strategies, block = [], (1, 1)
     groups = Fields(fields.mapping("config_groups"), f"{_WHERE} config_groups")

@@ -6,13 +6,13 @@ Knows: how flags become `SamplingParams` and `EngineConfig`. A group is a plain 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from jaxinfer.config import CacheConfig, DTypeName, EngineConfig, KVDTypeName, MeshConfig, QuantizeName
 from jaxinfer.errors import BadSamplingParam
-from jaxinfer.request import SamplingParams
+from jaxinfer.request import Sampling, SamplingParams
 
 Ref = Annotated[
     str, typer.Option("--model", "-m", metavar="REF", help="A directory, a .gguf file, hf:org/name, or demo.")
@@ -23,7 +23,6 @@ QuantizeFlag = Annotated[
     QuantizeName | None,
     typer.Option(help="Keep the large matrices in int8, in int4, or as the GGUF file has them stored."),
 ]
-Sampling = Literal["none", "checkpoint"]
 SamplingFlag = Annotated[
     Sampling, typer.Option(help="Where no flag says: what the checkpoint recommends, or none of it.")
 ]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer.cli.flags import Sampling, engine_config
+from jaxinfer.cli.flags import engine_config
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, RequestError
-from jaxinfer.request import FinishReason, SamplingParams, Timing, Usage
+from jaxinfer.request import FinishReason, Sampling, SamplingParams, Timing, Usage
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM

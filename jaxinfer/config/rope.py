@@ -50,8 +50,8 @@ class RopeConfig:
             f"rope low_freq_factor {self.low_freq_factor} is not below high_freq_factor {self.high_freq_factor}",
         )
         require(
-            self.beta_slow < self.beta_fast,
-            f"rope beta_slow {self.beta_slow} is not below beta_fast {self.beta_fast}",
+            self.beta_slow <= self.beta_fast,
+            f"rope beta_slow {self.beta_slow} is above beta_fast {self.beta_fast}",
         )
         require(
             self.kind != "yarn" or (self.theta > 1 and self.beta_slow >= 1e-6),

@@ -9,7 +9,7 @@ llama.cpp's files cannot say everything; `gguf` of a row lists what its reader t
 
 import transformers  # pyright: ignore[reportMissingImports]
 
-from .recipe import Fields, Tiny, as_before_5, plain_rope, sizes
+from .recipe import QUIETER, Fields, Tiny, as_before_5, plain_rope, sizes
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA3 = {
@@ -57,7 +57,9 @@ def tiny_llama_yarn() -> Tiny:
         "truncation": {"rope_parameters": YARN | {"truncate": False}},
         "attention factor": {"rope_parameters": YARN | {"attention_factor": 1.0}},
     }
-    return Tiny(config, 3, without, (r"(gate|up)_proj\.bias", r"down_proj\.bias"), written=as_before_5)
+    return Tiny(
+        config, 3, without, (r"(gate|up)_proj\.bias", r"down_proj\.bias"), louder=QUIETER, written=as_before_5
+    )
 
 
 def tiny_mistral() -> Tiny:
@@ -184,7 +186,7 @@ def tiny_phi3() -> Tiny:
             | {"partial_rotary_factor": 1.0, "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
         },
     }
-    return Tiny(config, 9, without, written=as_before_5, short=32)
+    return Tiny(config, 9, without, louder=QUIETER, written=as_before_5, short=32)
 
 
 def tiny_phi3_window() -> Tiny:

@@ -7,10 +7,12 @@ llama.cpp's files cannot say everything; `gguf` of a row lists what its reader t
   transformers with 1e-6 whatever `rms_norm_eps` says: these models have 1e-6.
 """
 
+from dataclasses import replace
+
 import transformers  # pyright: ignore[reportMissingImports]
 
 from . import mxfp4
-from .recipe import Fields, Tiny, as_before_5, plain_rope, sizes
+from .recipe import QUIETER, Fields, Tiny, as_before_5, plain_rope, sizes
 
 YARN = {
     "rope_type": "yarn",
@@ -29,7 +31,7 @@ def tiny_mixtral() -> Tiny:
         **sizes(layers=2, intermediate_size=24), num_local_experts=4, num_experts_per_tok=2
     )
     without = {"experts of a token": {"num_experts_per_tok": 1}, "theta": plain_rope()}
-    return Tiny(config, 14, without, louder={r"mlp\.gate\.": 2.0}, written=as_before_5)
+    return Tiny(config, 14, without, louder={r"mlp\.gate\.": 2.0} | QUIETER, written=as_before_5)
 
 
 def tiny_qwen3_moe() -> Tiny:
@@ -98,7 +100,8 @@ def tiny_deepseek_v3() -> Tiny:
 def tiny_deepseek_v3_direct() -> Tiny:
     """Queries straight from the stream, two shared experts, weights not divided by their sum, mscale of its own."""
     rope = YARN | {"mscale": 0.6, "mscale_all_dim": 1.2}
-    return _deepseek(76, rope, q_lora_rank=None, n_shared_experts=2, norm_topk_prob=False)
+    tiny = _deepseek(86, rope, q_lora_rank=None, n_shared_experts=2, norm_topk_prob=False)
+    return replace(tiny, louder=QUIETER)
 
 
 def _deepseek(seed: int, rope: Fields, **changes: object) -> Tiny:

@@ -17,9 +17,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, Sampling, assemble
+from jaxinfer.assembly import DEFAULT_ENGINE, Assembly, assemble
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
+from jaxinfer.request import Sampling
 from jaxinfer_server.bridge import Bridge, BridgeLimits
 from jaxinfer_server.grpc_service import DamageInterceptor, InferenceService
 from jaxinfer_server.v1 import inference_pb2 as pb

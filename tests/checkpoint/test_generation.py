@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.checkpoint.files import chat_template
-from jaxinfer.checkpoint.generation import FIELDS, checked_sampling, gguf_sampling, read_generation
+from jaxinfer.checkpoint.generation import FIELDS, checked_sampling, gguf_generation, read_generation
 from jaxinfer.errors import CheckpointError
 from jaxinfer.request import SamplingParams
 
@@ -76,17 +76,23 @@ def test_fields_that_ask_for_more_are_named(tmp_path: Path):
         *[("top_k", -1), ("top_k", 2.5), ("top_p", 0), ("top_p", 1.5), ("min_p", 2), ("repetition_penalty", 0)],
     ],
 )
-def test_a_value_out_of_range_is_named(tmp_path: Path, field: str, value: Any):
-    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {field} is"):
-        read_generation(written(tmp_path, {field: value}))
+def test_a_value_out_of_range_is_ignored_and_told(tmp_path: Path, field: str, value: Any):
+    found = read_generation(written(tmp_path, {field: value, "min_p" if field != "min_p" else "top_p": 0.5}))
+    assert (len(found.sampling), found.ignored) == (1, (field,))
     key = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}.get(field, field)
-    with pytest.raises(CheckpointError, match=rf"general\.sampling: {field} is"):
-        gguf_sampling({f"general.sampling.{key}": value})
+    found = gguf_generation({f"general.sampling.{key}": value})
+    assert (found.sampling, found.ignored) == ({}, (f"general.sampling.{key}",))
+    with pytest.raises(CheckpointError, match=rf"jaxinfer\.json: {field} is"):
+        checked_sampling({field: value}, "jaxinfer.json")
+
+
+def test_a_whole_number_may_have_a_point(tmp_path: Path):
+    assert read_generation(written(tmp_path, {"top_k": 50.0})).sampling == {"top_k": 50}
 
 
 def test_a_gguf_file_recommends_too():
     fields = {"general.sampling.temp": 0.7, "general.sampling.top_k": 64, "general.sampling.xtc_threshold": 0.1}
-    assert gguf_sampling(fields) == {"temperature": 0.7, "top_k": 64}
+    assert gguf_generation(fields).sampling == {"temperature": 0.7, "top_k": 64}
 
 
 @pytest.mark.parametrize("values", [None, [], "x", {"seed": 1}, {"max_tokens": 5}])

@@ -137,7 +137,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> SafetensorsDirectory:
         ({**FP8, "expert_dtype": "fp4"}, "expert_dtype"),
         ({**FP8, "activation_scheme": 3}, "activation_scheme"),
         ({**compressed(), "format": "pack-quantized"}, "format"),
-        ({**compressed(), "quantization_status": "frozen"}, "quantization_status"),
+        ({**compressed(), "quantization_status": "initialized"}, "quantization_status"),
         ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({**compressed(), "transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
         ({**compressed(), "config_groups": []}, "config_groups"),

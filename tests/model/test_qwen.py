@@ -143,7 +143,7 @@ def test_a_window_of_qwen3_moe_holds_on_every_layer():
     ("raw", "field", "value"),
     [
         (QWEN2, "hidden_act", "gelu"),
-        (QWEN2, "attention_bias", False),
+        (QWEN2, "attention_bias", "no"),
         (QWEN2, "mlp_bias", True),
         (QWEN2, "use_sliding_window", "yes"),
         (QWEN2, "max_window_layers", -1),

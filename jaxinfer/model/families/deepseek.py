@@ -8,7 +8,7 @@ from functools import partial
 from jaxinfer.config import ExpertsConfig, LatentConfig, ModelConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import llama
-from jaxinfer.model.families.experts import GGUF_EXPERTS, SIGMOID, active_weights_scale
+from jaxinfer.model.families.experts import GGUF_EXPERTS, SIGMOID, active_weights_scale, experts_count
 from jaxinfer.model.families.fields import Fields
 from jaxinfer.model.families.gguf_ropes import rope_from_gguf
 from jaxinfer.model.families.leaves import Leaf, Naming, Source, Want, half_of_heads, rope_rows_paired
@@ -76,7 +76,6 @@ _DEFAULTS = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
-    "n_routed_experts": 256,
     "n_shared_experts": 1,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048,
@@ -141,7 +140,7 @@ def _latent_from_hf(fields: Fields) -> LatentConfig:
 def _experts_from_hf(fields: Fields) -> ExpertsConfig:
     inner = fields.whole("moe_intermediate_size")
     return ExpertsConfig(
-        count=fields.whole("n_routed_experts"),
+        count=experts_count(fields, "n_routed_experts", "num_local_experts"),
         active=fields.whole("num_experts_per_tok"),
         width=inner,
         scoring="sigmoid",

@@ -3,6 +3,7 @@
 Knows: llama.cpp's names of stacked experts and of their metadata. Knows no family.
 """
 
+from jaxinfer.errors import ConfigError
 from jaxinfer.model.families.fields import Fields
 
 GGUF_EXPERTS = {
@@ -12,6 +13,15 @@ GGUF_EXPERTS = {
 }
 SIGMOID = 2
 """The value of `expert_gating_func` that scores each expert by itself."""
+
+
+def experts_count(fields: Fields, *names: str) -> int:
+    """How many experts a `config.json` has, under its own name or the one that transformers 5 gives to all families."""
+    spelled = [name for name in names if fields.get(name) is not None] or [names[0]]
+    counts = {name: fields.whole(name) for name in spelled}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(f"{fields.where}: {counts} say different things; expected one of them")
+    return counts[spelled[0]]
 
 
 def active_weights_scale(fields: Fields, arch: str) -> float:

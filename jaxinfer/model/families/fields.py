@@ -54,6 +54,10 @@ class Fields:
             raise self._fail(name, "a positive number")
         return float(value)
 
+    def optional_whole(self, name: str) -> int | None:
+        """A positive whole number, or None where it is absent."""
+        return None if self.get(name) is None else self.whole(name)
+
     def optional_number(self, name: str) -> float | None:
         """A positive, finite number, or None where it is absent."""
         return None if self.get(name) is None else self.number(name)

@@ -76,7 +76,7 @@ def _switches(width: int) -> Mapping[str, Any]:
 
 def _windows2(fields: Fields) -> Windows:
     layers = fields.whole("num_hidden_layers", high=MAX_LAYERS)
-    window = None if fields.get("sliding_window") is None else fields.whole("sliding_window")
+    window = fields.optional_whole("sliding_window")
     by_type = windows_by_type(fields, layers, window)
     if by_type is not None:
         return by_type

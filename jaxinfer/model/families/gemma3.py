@@ -75,8 +75,15 @@ def _switches(width: int) -> Mapping[str, Any]:
 def _windows_from_hf(fields: Fields, layers: int) -> Windows:
     """By `layer_types`, or by the older `sliding_window_pattern`: every sixth layer sees everything."""
     window = fields.whole("sliding_window")
+    by_pattern = every(_pattern(fields), window, layers)
     by_type = windows_by_type(fields, layers, window)
-    return every(fields.whole("sliding_window_pattern", _PATTERN), window, layers) if by_type is None else by_type
+    return by_pattern if by_type is None else by_type
+
+
+def _pattern(fields: Fields) -> int:
+    """Written anew by transformers, a file has the pattern beside `layer_types`, which then hold; or underlined."""
+    name = next((name for name in ("sliding_window_pattern", "_sliding_window_pattern") if fields.get(name)), "")
+    return fields.whole(name) if name else _PATTERN
 
 
 def _ropes_from_hf(fields: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:

@@ -11,7 +11,7 @@ from jaxinfer.model.families.fields import MAX_LAYERS, Fields
 from jaxinfer.model.families.gguf_ropes import rope_from_gguf
 from jaxinfer.model.families.leaves import Naming, heads_apart
 from jaxinfer.model.families.ropes import rope_from_hf, stretched_context
-from jaxinfer.model.families.sizes import Shapes, sizes_from_gguf, sizes_from_hf
+from jaxinfer.model.families.sizes import Shapes, everywhere, sizes_from_gguf, sizes_from_hf
 
 HF = Naming(
     {
@@ -80,9 +80,9 @@ def mistral_from_hf(fields: Fields) -> ModelConfig:
     fields = fields.with_defaults(_MISTRAL_DEFAULTS)
     fields.expect("attention_bias", False)
     fields.expect("mlp_bias", False)
-    window = None if fields.get("sliding_window") is None else fields.whole("sliding_window")
+    window = fields.optional_whole("sliding_window")
     layers = fields.whole("num_hidden_layers", high=MAX_LAYERS)
-    return dense_from_hf(fields, "mistral", windows=(window,) * layers if window else ())
+    return dense_from_hf(fields, "mistral", windows=everywhere(window, layers))
 
 
 def dense_from_hf(

@@ -8,7 +8,7 @@ from jaxinfer.model.families import llama
 from jaxinfer.model.families.experts import GGUF_EXPERTS, active_weights_scale
 from jaxinfer.model.families.fields import MAX_LAYERS, Fields
 from jaxinfer.model.families.leaves import Naming
-from jaxinfer.model.families.sizes import Shapes
+from jaxinfer.model.families.sizes import Shapes, everywhere
 
 HF = Naming(
     {
@@ -39,13 +39,13 @@ def mixtral_from_hf(fields: Fields) -> ModelConfig:
     fields.expect("attention_bias", False)
     fields.expect("mlp_bias", False)
     layers = fields.whole("num_hidden_layers", high=MAX_LAYERS)
-    window = None if fields.get("sliding_window") is None else fields.whole("sliding_window")
+    window = fields.optional_whole("sliding_window")
     experts = ExpertsConfig(
         count=fields.whole("num_local_experts"),
         active=fields.whole("num_experts_per_tok"),
         width=fields.whole("intermediate_size"),
     )
-    windows = (window,) * layers if window else ()
+    windows = everywhere(window, layers)
     return llama.dense_from_hf(fields, "mixtral", theta=_THETA, windows=windows, experts=experts)
 
 

@@ -8,7 +8,7 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import llama
 from jaxinfer.model.families.fields import MAX_LAYERS, Fields
 from jaxinfer.model.families.leaves import Naming, heads_together
-from jaxinfer.model.families.sizes import Shapes, Windows
+from jaxinfer.model.families.sizes import Shapes, everywhere
 
 _JOINED = {"block/attention/qkv": heads_together}
 HF = Naming(
@@ -36,8 +36,8 @@ def phi3_from_hf(fields: Fields) -> ModelConfig:
     fields = fields.with_defaults(_DEFAULTS)
     fields.expect("attention_bias", False)
     fields.expect("mlp_bias", False)
-    window = None if fields.get("sliding_window") is None else fields.whole("sliding_window")
-    windows = _everywhere(window, fields.whole("num_hidden_layers", high=MAX_LAYERS))
+    window = fields.optional_whole("sliding_window")
+    windows = everywhere(window, fields.whole("num_hidden_layers", high=MAX_LAYERS))
     config = llama.dense_from_hf(fields, "phi3", partial=True, windows=windows)
     if config.rope.kind not in ("default", "longrope"):
         raise ConfigError(f"{fields.where}: rope is {config.rope.kind!r}; expected default or longrope for phi3")
@@ -48,9 +48,5 @@ def phi3_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
     """llama.cpp's `phi3`; a window of 0 is none."""
     window = fields.get("phi3.attention.sliding_window", 0)
     window = fields.whole("phi3.attention.sliding_window") if window != 0 else None
-    windows = _everywhere(window, fields.whole("phi3.block_count", high=MAX_LAYERS))
+    windows = everywhere(window, fields.whole("phi3.block_count", high=MAX_LAYERS))
     return llama.dense_from_gguf(fields, shapes, "phi3", "phi3", partial=True, windows=windows)
-
-
-def _everywhere(window: int | None, layers: int) -> Windows:
-    return (window,) * layers if window else ()

@@ -7,10 +7,10 @@ Sources: arXiv 2407.10671 and 2505.09388; transformers' Qwen2Config, Qwen3Config
 from jaxinfer.config import ExpertsConfig, ModelConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import llama
-from jaxinfer.model.families.experts import GGUF_EXPERTS, active_weights_scale
+from jaxinfer.model.families.experts import GGUF_EXPERTS, active_weights_scale, experts_count
 from jaxinfer.model.families.fields import MAX_LAYERS, Fields
 from jaxinfer.model.families.leaves import Naming
-from jaxinfer.model.families.sizes import Shapes, Windows, windows_by_type
+from jaxinfer.model.families.sizes import Shapes, Windows, everywhere, windows_by_type
 
 HF3 = Naming(
     {
@@ -56,7 +56,7 @@ _DEFAULTS_3_MOE = {
 def qwen2_from_hf(fields: Fields) -> ModelConfig:
     """Qwen2ForCausalLM: biases on q, k and v alone, whatever the file says."""
     fields = fields.with_defaults(_DEFAULTS_2)
-    fields.expect("attention_bias", True)
+    fields.flag("attention_bias", True)  # which transformers does not read either
     fields.expect("mlp_bias", False)
     return llama.dense_from_hf(fields, "qwen2", windows=_windows(fields), attention_bias=True, output_bias=False)
 
@@ -89,8 +89,9 @@ def qwen3_moe_from_hf(fields: Fields) -> ModelConfig:
     fields.expect("mlp_bias", False)
     layers, window = fields.whole("num_hidden_layers", high=MAX_LAYERS), _window(fields)
     fields.get("max_window_layers")  # which this family has no use for
+    fields.expect("use_qk_norm", True)
     experts = ExpertsConfig(
-        count=_experts_count(fields),
+        count=experts_count(fields, "num_experts", "num_local_experts"),
         active=fields.whole("num_experts_per_tok"),
         width=fields.whole("moe_intermediate_size"),
         normalised=fields.flag("norm_topk_prob", False),
@@ -99,19 +100,10 @@ def qwen3_moe_from_hf(fields: Fields) -> ModelConfig:
         fields,
         "qwen3_moe",
         qk_norm="head",
-        windows=(window,) * layers if window else (),
+        windows=everywhere(window, layers),
         experts=experts,
         dense_layers=_dense_layers(fields, layers),
     )
-
-
-def _experts_count(fields: Fields) -> int:
-    """`num_experts`, or `num_local_experts` as transformers 5 spells it."""
-    spelled = [name for name in ("num_experts", "num_local_experts") if fields.get(name) is not None]
-    counts = {name: fields.whole(name) for name in spelled or ["num_experts"]}
-    if len(set(counts.values())) > 1:
-        raise ConfigError(f"{fields.where}: {counts} say different things; expected one of them")
-    return next(iter(counts.values()))
 
 
 def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
@@ -135,6 +127,7 @@ def qwen3_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
 
 def qwen3_moe_from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
     """llama.cpp's `qwen3moe`: experts on every layer, weights always divided by their sum."""
+    fields.expect("qwen3moe.expert_weights_norm", True)
     active = fields.whole("qwen3moe.expert_used_count")
     width = fields.whole("qwen3moe.feed_forward_length") // active
     experts = ExpertsConfig(

@@ -23,6 +23,7 @@ _FIELDS: dict[str, set[str]] = {
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
 }
 _FIELDS_OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+_HARMLESS = {"finetuned"}  # says how the model was made
 _OTHER_NAMES = {"su": "longrope"}  # as Phi-3 first spelled it
 _NONE: Mapping[str, Any] = {}
 
@@ -77,16 +78,17 @@ def read_rope(
     """The rotary embedding that `spec`, one `rope_scaling` or `rope_parameters` object, describes.
 
     fields: the whole configuration, for what stands beside the object: `max_position_embeddings`, which must be there,
-    `original_max_position_embeddings` (which wins over the object's), `partial_rotary_factor` (over which the object's
-    wins). theta: where the object has none. head_dim: features of a head that may turn; of latent attention those of
-    the part that does. partial: the family turns only the first `partial_rotary_factor` of them. `type` is the older
+    `original_max_position_embeddings` (which wins over the object's), `partial_rotary_factor` (over which the
+    object's wins). theta: where the object has none. head_dim: features of a head that may turn; of
+    latent attention those of the part that does. partial: the family turns only the first `partial_rotary_factor` of
+    them. `type` is the older
     spelling of `rope_type`. Raises ConfigError for an unknown kind, a field that the kind does not have, a part of a
     head where the family turns whole ones, or a value out of range.
     """
     rope = Fields(spec, where)
     kind = _kind(rope)
     for name in spec:
-        if rope.get(name) is not None and name not in _FIELDS[kind] | _FIELDS_OF_ALL:
+        if rope.get(name) is not None and name not in _FIELDS[kind] | _FIELDS_OF_ALL | _HARMLESS:
             raise ConfigError(f"{where}: {name} is {spec[name]!r:.80}; rope of kind {kind} has no such field")
     positions = fields.whole("max_position_embeddings")
     written = "original_max_position_embeddings"
@@ -94,7 +96,7 @@ def read_rope(
     return RopeConfig(
         theta=rope.number("rope_theta", theta),
         kind=kind,
-        dim=_turning(rope if rope.get("partial_rotary_factor") is not None else fields, head_dim, partial),
+        dim=_turning(rope, fields, head_dim, partial),
         **_fields_of_kind(kind, rope, original, positions),
     )
 
@@ -109,12 +111,14 @@ def _kind(rope: Fields) -> RopeKind:
     raise ConfigError(f"{rope.where}: rope is {spelled!r:.80}; expected one of {', '.join(get_args(RopeKind))}")
 
 
-def _turning(fields: Fields, head_dim: int, partial: bool) -> int | None:
+def _turning(rope: Fields, fields: Fields, head_dim: int, partial: bool) -> int | None:
     """How many features turn, None for all; a family that turns whole heads refuses any part of one."""
+    name = "partial_rotary_factor"
+    fields.get(name)  # read in any case: transformers 5 writes it in both places
+    inner = rope if rope.get(name) is not None else fields
     if not partial:
-        fields.expect("partial_rotary_factor", 1.0)
-    size = min(head_dim * fields.number("partial_rotary_factor", 1.0), MAX_WHOLE)
-    return part_of(int(size), head_dim)
+        inner.expect(name, 1.0)
+    return part_of(int(min(head_dim * inner.number(name, 1.0), MAX_WHOLE)), head_dim)
 
 
 def part_of(size: int, head_dim: int) -> int | None:

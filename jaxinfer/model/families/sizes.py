@@ -80,6 +80,11 @@ def windows_by_type(fields: Fields, layers: int, window: int | None) -> Windows 
     return tuple(window if kind == known[0] else None for kind in types)
 
 
+def everywhere(window: int | None, layers: int) -> Windows:
+    """The same window on every layer; none for None."""
+    return () if window is None else (window,) * layers
+
+
 def every(pattern: int, window: int, layers: int) -> Windows:
     """Windows on all layers but each `pattern`-th, which sees everything."""
     return tuple(None if (layer + 1) % pattern == 0 else window for layer in range(layers))

@@ -89,7 +89,9 @@ ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
     "residual_multiplier": _ONE,
     "scale_depth": _NEVER,
     "scale_emb": _ONE,
+    "lm_head_bias": _OFF,
     "tie_word_embeddings": _OFF,
+    "use_bias": _OFF,
     "use_mup_embedding": _OFF,
     "use_parallel_residual": _OFF,
     # other models around a decoder
@@ -106,6 +108,8 @@ GGUF_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.sliding_window": (0,),
     "embedding_scale": (0.0, 1.0),
     "expert_count": (0,),
+    "expert_feed_forward_length": (0,),
+    "expert_shared_feed_forward_length": (0,),
     "expert_shared_count": (0,),
     "expert_used_count": (0,),
     "logit_scale": (0.0, 1.0),
