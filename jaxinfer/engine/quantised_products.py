@@ -4,6 +4,7 @@ Knows: which form is fast where (docs/notes/006-quantised-weights.md). Sums are 
 weight beyond the product that it is in.
 """
 
+from functools import reduce
 from math import gcd, prod
 from typing import Any
 
@@ -32,12 +33,6 @@ def matmul(x: Float[Array, "..."], weight: Quantised, *, axes: int, dtype: Any, 
     whole = weight.values.astype(x.dtype)
     product = jax.lax.dot_general(x, whole, (dims, ((), ())), preferred_element_type=jnp.float32)
     return (product * weight.scale.reshape(out)).astype(dtype)
-
-
-def grouped_matmul(x: Float[Array, "n i"], weight: Quantised, sizes: Int32[Array, " e"]) -> Float[Array, "n *out"]:
-    """Each row of x times the matrix of its group, by `jax.lax.ragged_dot` on the decoded experts of this layer."""
-    flat = weight.dequantise().astype(x.dtype).reshape(weight.shape[0], -1, weight.shape[-1])
-    return jax.lax.ragged_dot(x, flat.swapaxes(1, 2), sizes).reshape(-1, *weight.shape[1:-1])
 
 
 def take(table: Quantised, ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
@@ -92,7 +87,7 @@ def _product(pairs: Pairs, scale: Float32[Array, "o g"]) -> Float32[Array, "n o"
     lanes = gcd(pairs[0][1].shape[1] // scale.shape[1], _LANES)
     if pairs[0][0].shape[0] == 1 and lanes >= 8:
         return _one_row(pairs, scale, lanes)
-    product = sum(_many_rows(x, values, scale, lanes) for x, values in pairs)
+    product = reduce(jnp.add, [_many_rows(x, values, scale, lanes) for x, values in pairs])
     return product * scale[:, 0] if scale.shape[1] == 1 else product
 
 
@@ -110,7 +105,7 @@ def _one_row(pairs: Pairs, scale: Float32[Array, "o g"], lanes: int) -> Float32[
     """One row as a sum of products: a matrix product would write the decoded weight to memory first."""
     rows, parts = scale.shape[0], pairs[0][1].shape[1] // lanes
     apart = [(x.reshape(1, parts, lanes), values.reshape(rows, parts, lanes)) for x, values in pairs]
-    products = sum(values.astype(jnp.float32) * x for x, values in apart)
+    products = reduce(jnp.add, [values.astype(jnp.float32) * x for x, values in apart])
     if scale.shape[1] == 1:
         return (products.sum(axis=1).sum(axis=1) * scale[:, 0])[None]
     per_part = jnp.repeat(scale, parts // scale.shape[1], axis=1)

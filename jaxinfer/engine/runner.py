@@ -73,7 +73,7 @@ class EngineRunner:
         enable_persistent_cache()
         mesh, context, dtype = make_mesh(engine.mesh), engine_context(config, engine), jnp.dtype(engine_dtype(engine))
         config = replace(config, context=context)  # a longrope has other factors where no sequence may grow long
-        params = jax.device_put(params, spread_all(params, param_shardings(config, mesh)))
+        params = _in_bytes(jax.device_put(params, spread_all(params, param_shardings(config, mesh))))
         held = cache_dtype(engine, dtype)
         limits = Limits(
             slots=engine.slots,
@@ -211,6 +211,15 @@ class EngineRunner:
         packed = pack_decodes(rows, self._program.layout, bucket)
         self._state, output = self._step("decode", bucket)(self._params, self._state, packed)
         return output
+
+
+def _in_bytes(params: Any) -> Any:
+    """On CPU, int4 as int8: executables that JAX compiles ahead of time there take no int4 arguments, since their
+    layout, half a byte each, is not the one that the arrays say they have.
+    """
+    if jax.default_backend() != "cpu":
+        return params
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.int8) if leaf.dtype == jnp.int4 else leaf, params)
 
 
 def _bucket(buckets: Sequence[int], size: int, what: str) -> int:
