@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxinfer.checkpoint.files import read_json
 from jaxinfer.checkpoint.generation import GENERATION_CONFIG, gguf_generation, read_generation
 from jaxinfer.checkpoint.gguf import GGUFTensors
-from jaxinfer.checkpoint.load import gguf_config, resolve
+from jaxinfer.checkpoint.load import gguf_config, no_model, resolve
 from jaxinfer.checkpoint.orbax import MANIFEST, read_config
 from jaxinfer.checkpoint.quantization import decoded
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
@@ -56,6 +56,8 @@ def explain_config(ref: str) -> Explained:
         return Explained(gguf_config(tensors)[0], (*unread, *gguf_generation(tensors.fields).ignored))
     if (path / MANIFEST).is_file():
         return Explained(read_config(path), ())  # a field that this version does not have is an error there
+    if not (path / "config.json").is_file():
+        raise no_model(path)
     config, unread = read_hf(read_json(path / "config.json"))
     advice = [f"{GENERATION_CONFIG}: {name}" for name in read_generation(path).ignored]
     return Explained(config, (*(name for name in unread if name not in HF_LOADER), *advice))

@@ -85,7 +85,7 @@ def load(
         return load_orbax(path, dtype=dtype, quantize=quantize, shardings=shardings, progress=progress)
     if (path / "config.json").is_file():
         return _load_hf(path, dtype, quantize, shardings, progress)
-    raise CheckpointError(f"{path.name} holds no model; expected config.json, {MANIFEST}, or the path of a .gguf file")
+    raise no_model(path)
 
 
 def load_config(ref: str) -> ModelConfig:
@@ -98,7 +98,14 @@ def load_config(ref: str) -> ModelConfig:
         return gguf_config(GGUFTensors(path))[0]
     if (path / MANIFEST).is_file():
         return read_config(path)
-    return config_from_hf(read_json(path / "config.json"))
+    if (path / "config.json").is_file():
+        return config_from_hf(read_json(path / "config.json"))
+    raise no_model(path)
+
+
+def no_model(path: Path) -> CheckpointError:
+    """The error for a directory that is no checkpoint of any format."""
+    return CheckpointError(f"{path.name} holds no model; expected config.json, {MANIFEST}, or the path of a .gguf file")
 
 
 def load_structs(ref: str, dtype: str, quantize: QuantizeName | None) -> Any:
@@ -123,7 +130,8 @@ def _check_stored(path: Path, quantize: QuantizeName | None, tensors: GGUFTensor
 
 
 def _nothing_stored(path: Path) -> ConfigError:
-    return ConfigError(f"quantize is 'stored', but {path.name} holds no quantised weights; choose int8 or int4")
+    found = "holds no quantised weights" if path.is_file() else "is no GGUF file, whose blocks alone are kept"
+    return ConfigError(f"quantize is 'stored', but {path.name} {found}; choose int8 or int4")
 
 
 def load_generation(ref: str) -> Generation:

@@ -109,6 +109,6 @@ def _summary(found: "Perplexity", machine: Chip, devices: int) -> dict[str, Any]
 def _lines(about: dict[str, Any]) -> str:
     return (
         "{model}, {dtype}: perplexity {perplexity:.4f}, {bits_per_byte:.4f} bits per byte\n"
-        "{tokens} tokens scored ({bytes} bytes) in {count} windows of {context}, {stride} apart\n"
+        "{tokens} tokens scored ({bytes} bytes) in {count} window(s) of {context}, {stride} apart\n"
         "{rate:.1f} tokens/s; this machine's roofline, bound by {bound_by}, is {rate_bound:.1f}: {roofline:.0%} of it"
     ).format(**about, count=len(about["windows"]))

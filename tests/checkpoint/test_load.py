@@ -1,6 +1,7 @@
 """From a reference to a model in memory: every format, strictly, with the same result."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinfer.checkpoint.explain import explain_config
 from jaxinfer.checkpoint.fill import flatten
-from jaxinfer.checkpoint.load import load, load_generation, resolve, save_orbax
+from jaxinfer.checkpoint.load import load, load_config, load_generation, resolve, save_orbax
 from jaxinfer.errors import CheckpointError
 
 from .makers import gguf_model, gguf_tensors, hf_config, hf_model, hf_weights, write_hf
@@ -56,9 +58,10 @@ def test_a_hub_reference_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_
         resolve("hf:../../etc")
 
 
-def test_a_directory_without_a_model(tmp_path: Path):
+@pytest.mark.parametrize("read", [lambda ref: load(ref, dtype="float32"), load_config, explain_config])
+def test_a_directory_without_a_model(read: Callable[[str], Any], tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"holds no model; expected config\.json"):
-        load(str(tmp_path), dtype="float32")
+        read(str(tmp_path))
 
 
 # ---- formats ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def test_eval_prints_what_was_measured(code, tiny_path, capsys):
     assert code(*arguments) == 0
     lines = capsys.readouterr().out
     assert f"tiny, float32: perplexity {expected.perplexity:.4f}, {expected.bits_per_byte:.4f} bits per byte\n" in lines
-    assert f"100 tokens scored ({expected.bytes} bytes) in {len(expected.windows)} windows of 64, 30 apart\n" in lines
+    assert f"100 tokens scored ({expected.bytes} bytes) in {len(expected.windows)} window(s) of 64, 30 apart\n" in lines
 
 
 def test_eval_splits_a_model_over_devices(code, tiny_path, capsys):
