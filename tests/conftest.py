@@ -57,6 +57,16 @@ def gemma_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whole
 
 
+@pytest.fixture(scope="module")
+def narrow_matrices_in_int4() -> Iterator[None]:
+    """int4 takes matrices of every size: those of a test are all below the size from which it does."""
+    from jaxinfer.model import quantised
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantised, "NARROW", 0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_path() -> Path:
     """The checkpoint that scripts/train_tiny_model.py trains: it recites tests/data/tiny/text.txt."""

@@ -30,5 +30,13 @@ def test_smollm2(demo_path: Path, smollm2: float, quantize: str, most: float):
     assert found == pytest.approx(smollm2, rel=most)
 
 
-def test_gemma3_in_int8(gemma_path: Path):
-    assert measure(gemma_path, "int8") == pytest.approx(measure(gemma_path, None), rel=0.01)
+@pytest.fixture(scope="module")
+def gemma3(gemma_path: Path) -> float:
+    return measure(gemma_path, None)
+
+
+@pytest.mark.parametrize(("quantize", "most"), [("int8", 0.01), ("int4", 0.08)])
+def test_gemma3(gemma_path: Path, gemma3: float, quantize: str, most: float):
+    found = measure(gemma_path, quantize)
+    assert found != gemma3
+    assert found == pytest.approx(gemma3, rel=most)

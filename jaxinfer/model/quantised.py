@@ -22,6 +22,8 @@ QUANTISED_ROLES = frozenset(
 )
 """Last names of the leaves that may be quantised: every large matrix that `Ops` multiplies by. Norms, biases, routers
 and sinks are small, and decide much; the latent's key_up and value_up are multiplied without `Ops`."""
+NARROW = 1_024
+"""Features below which a matrix that is contracted over them stays int8 in int4."""
 GROUP = 32
 """Neighbours along the last axis that share a scale in int4, where this divides the axis."""
 
@@ -80,11 +82,15 @@ def quantisable(path: tuple[str, ...]) -> bool:
     return path[-1] in QUANTISED_ROLES
 
 
-def kind_of(path: tuple[str, ...], kind: Kind) -> Kind:
-    """What the matrix at `path` becomes where weights are quantised as `kind`: embedding and head stay int8 in int4,
-    since their errors go straight into what is read and what is said.
+def kind_of(path: tuple[str, ...], kind: Kind, shape: tuple[int, ...]) -> Kind:
+    """What the matrix of `shape` at `path` becomes where weights are quantised as `kind`.
+
+    In int4 two sorts stay int8: embedding and head, whose errors go straight into what is read and what is said, and
+    what is contracted over fewer than NARROW features, which is little memory and, in the small models that have it,
+    most of the loss (docs/notes/006).
     """
-    return "int8" if path[-1] in ("embedding", "head") else kind
+    narrow = prod(shape[-contracted_axes(path, len(shape)) :]) < NARROW
+    return "int8" if narrow or path[-1] in ("embedding", "head") else kind
 
 
 def contracted_axes(path: tuple[str, ...], ndim: int) -> int:
@@ -126,7 +132,7 @@ def abstract(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, kind: Kind | Non
     """What the leaf at `path` becomes where weights are quantised as `kind`; itself where it may not, or for None."""
     if kind is None or not quantisable(path):
         return leaf
-    kind = kind_of(path, kind)
+    kind = kind_of(path, kind, leaf.shape)
     values = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(kind))
     scale = jax.ShapeDtypeStruct(scale_shape(path, leaf.shape, kind), scale_dtype(kind, leaf.dtype))
     return Quantised(values, scale, scale if kind == "int4" else None, leaf.dtype.name)

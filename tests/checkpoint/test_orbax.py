@@ -238,7 +238,7 @@ def numbers(leaf: Any) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
+def quantised(narrow_matrices_in_int4: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
     """A model in int4 (its embedding in int8), and the directory it was saved to."""
     place = tmp_path_factory.mktemp("quantised")
     tensors = gguf_tensors("gemma3", hf_weights("gemma3"))

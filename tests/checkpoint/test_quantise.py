@@ -9,6 +9,9 @@ import pytest
 
 from jaxinfer.checkpoint import quantise as module
 from jaxinfer.checkpoint.quantise import quantise
+from jaxinfer.model import quantised
+
+pytestmark = pytest.mark.usefixtures("narrow_matrices_in_int4")
 
 QKV, OUT, TABLE = ("block_0", "attention", "qkv"), ("block_0", "attention", "out"), ("embedding",)
 RNG = np.random.default_rng(5)
@@ -33,6 +36,28 @@ def test_int8_moves_no_weight_by_more_than_half_a_step_of_its_channel(path: Any,
 def test_embedding_and_head_stay_int8_in_int4():
     leaf = quantise(TABLE, RNG.normal(size=(9, 64)).astype(np.float32), "int4")
     assert (leaf.values.dtype, leaf.scale.shape, leaf.offset) == (np.int8, (9, 1), None)
+
+
+def test_narrow_matrices_stay_int8_in_int4(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantised, "NARROW", 64)
+    down, out = ("block_0", "mlp", "down"), ("block_0", "attention", "out")
+    kinds = [
+        quantise(path, np.ones(shape, np.float32), "int4").values.dtype
+        for path, shape in ((down, (4, 32)), (down, (4, 64)), (out, (8, 2, 2, 8)), (out, (8, 2, 2, 16)))
+    ]
+    assert kinds == [np.int8, jnp.int4, np.int8, jnp.int4]
+
+
+def test_int4_fits_its_groups_better_than_their_ends_do():
+    """By a tenth of the error at least, on normal weights; and never worse in any group."""
+    weight = RNG.normal(size=(64, 128)).astype(np.float32)
+    groups = weight.reshape(-1, 32)
+    low, step = groups.min(axis=1, keepdims=True), np.ptp(groups, axis=1, keepdims=True) / 15
+    by_ends = np.rint((groups - low) / step) * step + low
+    fitted = decoded(quantise(("block_0", "mlp", "down"), weight, "int4")).reshape(-1, 32)
+    ours, theirs = (((found - groups) ** 2).sum(axis=1) for found in (fitted, by_ends))
+    assert ours.sum() < 0.9 * theirs.sum()
+    assert np.all(ours <= theirs * 1.001)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

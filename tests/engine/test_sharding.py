@@ -22,6 +22,8 @@ from jaxinfer.request import SamplingParams
 
 from .driver import ENGINE, GREEDY, MODEL, Seq, generate, ids, make_runner, prompt, run
 
+pytestmark = pytest.mark.usefixtures("narrow_matrices_in_int4")
+
 TWO = MeshConfig(tensor=2)
 
 

@@ -25,6 +25,8 @@ from jaxinfer.model.quantised import (
 )
 from jaxinfer.model.transformer import abstract_params
 
+pytestmark = pytest.mark.usefixtures("narrow_matrices_in_int4")
+
 MODEL = ModelConfig(
     family="llama",
     vocab_size=50,
