@@ -41,6 +41,8 @@ class TrainingOps(PlainWeights):
 
     def write(self, pages: Pages, keys: Keys, values: Values | None, batch: TokenBatch) -> Pages:
         """This pass's keys and values as [s, 2, k, t, c]; what was in `pages` is not needed."""
+        if values is None:
+            raise NotImplementedError("a llama-shaped model has values beside its keys")
         return jnp.stack([keys, values], axis=1).transpose(0, 1, 3, 2, 4)
 
     def attend(
