@@ -1,6 +1,5 @@
 """`jaxinfer bench`: how fast this machine serves a model, and how far that is from its roof."""
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,6 +9,7 @@ import typer
 from tqdm import tqdm
 
 from jaxinfer.cli.flags import DEMO, RefArgument, engine_config, takes
+from jaxinfer.cli.json_text import json_text
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
 
@@ -49,4 +49,4 @@ def command(
         return tqdm(rows, desc="bench", unit="run", disable=not sys.stderr.isatty())
 
     report = bench(LLM.load(ref, replace(engine, prefix_cache=False)), counts, prompt=prompt, output=output, rows=shown)
-    print(json.dumps(report.as_json()) if as_json else table(report))
+    print(json_text(report.as_json()) if as_json else table(report))

@@ -1,6 +1,5 @@
 """`jaxinfer doctor`: is this model what it says it is, and do we run it as it should be run?"""
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxinfer.cli.flags import DEMO, QuantizeFlag, RefArgument
+from jaxinfer.cli.json_text import json_text
 from jaxinfer.config import DTypeName, EngineConfig
 from jaxinfer.progress import progress_bars
 
@@ -65,7 +65,7 @@ def command(
             tolerance=tolerance,
             report=report,
         )
-    print(json.dumps(found.as_json()) if as_json else text(found))
+    print(json_text(found.as_json()) if as_json else text(found))
     if found.faults:
         raise typer.Exit(UNHEALTHY)
 

@@ -1,6 +1,5 @@
 """`jaxinfer eval`: perplexity of a model on a text."""
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxinfer.cli.flags import DEMO, QuantizeFlag, RefArgument
+from jaxinfer.cli.json_text import json_text
 from jaxinfer.config import DTypeName, EngineConfig, MeshConfig
 from jaxinfer.errors import RequestError
 from jaxinfer.progress import progress_bars
@@ -73,7 +73,7 @@ def command(
         "model": checkpoint.name,
         "dtype": f"{named}, weights in {kept}" if kept else named,
     }
-    print(json.dumps(about) if as_json else _lines(about))
+    print(json_text(about) if as_json else _lines(about))
 
 
 def _read(path: Path) -> str:

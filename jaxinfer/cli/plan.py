@@ -1,6 +1,5 @@
 """`jaxinfer plan`: what a model needs of each kind of device, before a weight is read."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxinfer.cli.flags import DEMO, RefArgument, engine_config, takes
+from jaxinfer.cli.json_text import json_text
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.roofline import (
@@ -53,7 +53,7 @@ def command(
     params = load_structs(ref, str(engine.dtype), engine.quantize)
     weights, width = weight_bytes(config, params, engine.mesh.tensor), bytes_per_weight(params)
     rows = [plan_chip(config, engine, weights, CHIPS[name], width) for name in chip or CHIPS]
-    print(json.dumps([asdict(row) for row in rows]) if as_json else _table(ref, config, engine, rows, describe(params)))
+    print(json_text([asdict(row) for row in rows]) if as_json else _table(ref, config, engine, rows, describe(params)))
 
 
 @dataclass(frozen=True, slots=True)
