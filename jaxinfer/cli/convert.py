@@ -65,17 +65,17 @@ def command(
 def _replace(target: Path, draft: Path) -> None:
     """Put `draft` where `target` is, which comes back where that fails."""
     old = target.with_name(f".{target.name}.replaced")
-    if not target.exists():
-        draft.rename(target)
-        return
-    shutil.rmtree(old, ignore_errors=True)  # what a killed run may have left
-    target.rename(old)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)  # what a killed run may have left
+        target.rename(old)
     try:
         draft.rename(target)
     except OSError:
-        old.rename(target)
+        if old.exists():
+            old.rename(target)
         raise
-    shutil.rmtree(old)
+    if old.exists():  # also where a run was killed between the two renamings
+        shutil.rmtree(old)
 
 
 def _check_equal(ours: "Checkpoint", stored: "Checkpoint") -> None:

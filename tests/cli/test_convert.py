@@ -64,6 +64,14 @@ def test_a_checkpoint_is_replaced_whole_or_not_at_all(code, tiny_path, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
+def test_what_a_killed_run_left_is_cleared_away(code, tiny_path, tmp_path):
+    left = [".copy.unverified", ".copy.unverified.partial", ".copy.replaced"]
+    for name in left:
+        (tmp_path / name / "params").mkdir(parents=True)
+    assert code("convert", str(tiny_path), str(tmp_path / "copy")) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
 def test_convert_into_the_folder_we_are_in(code, tiny_path, tmp_path, monkeypatch):
     target = tmp_path / "copy"
     assert code("convert", str(tiny_path), str(target)) == 0
