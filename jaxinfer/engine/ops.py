@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxinfer.arrays import Keys, Pages, Queries, Values
-from jaxinfer.engine import quantised_products
+from jaxinfer.engine import grouped, quantised_products
 from jaxinfer.model.ops import TokenBatch
 from jaxinfer.model.quantised import Quantised, Weight
 from pallas_kernels.dispatch import Choice, choose
@@ -100,12 +100,8 @@ class PagedOps:
     def grouped_matmul(
         self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"] | Quantised, sizes: Int32[Array, " e"]
     ) -> Float[Array, "n *out"]:
-        """Each row of x times the matrix of its group, by `jax.lax.ragged_dot`."""
-        if isinstance(weight, Quantised):
-            return quantised_products.grouped_matmul(x, weight, sizes)
-        flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
-        product = jax.lax.ragged_dot(x, flat.swapaxes(1, 2), sizes)
-        return product.reshape(-1, *weight.shape[1:-1])
+        """Each row of x times the matrix of its group."""
+        return grouped.grouped_matmul(x, weight, sizes, self.matmul, self._platform)
 
     def take(self, table: Float[Array, "v w"] | Quantised, ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
         """Rows of a table by their number."""

@@ -1,8 +1,9 @@
 """A mixture of experts in place of the MLP (arXiv 2101.03961): every token passes the few experts its router chooses.
 
 Knows: routing, and the order that brings each expert's tokens together. No token is dropped and no expert has a
-capacity: tokens are sorted by expert and multiplied group by group, so the work is that of the chosen experts alone
-where `Ops` can do it.
+capacity: tokens are sorted by expert and multiplied group by group, so that the engine reads and multiplies by the
+chosen experts alone. Router and mixing are float32 on every platform: a float32 product is bfloat16 on TPU and TF32 on
+GPU unless the highest precision is asked for.
 """
 
 from typing import Any
@@ -17,6 +18,8 @@ from jaxinfer.config import ExpertsConfig, ModelConfig
 from jaxinfer.model.layers import ACTIVATIONS, MLP, bias, weight
 from jaxinfer.model.ops import Ops
 
+HIGHEST = jax.lax.Precision.HIGHEST
+
 
 class Experts(nn.Module):
     """One layer's experts, and the shared MLP beside them where there is one."""
@@ -29,22 +32,23 @@ class Experts(nn.Module):
     def __call__(self, x: Hidden, ops: Ops) -> Hidden:
         """The experts' addition to the residual stream, weighed and summed in float32."""
         flat, active = x.reshape(-1, x.shape[-1]), self.experts.active
-        weights, chosen = self._route(flat, ops)
+        weights, chosen = self._route(flat)
         order = jnp.argsort(chosen.reshape(-1), stable=True)
         owner = chosen.reshape(-1)[order]
         sizes = jnp.bincount(owner, length=self.experts.count)
         results = self._run(flat[order // active], owner, sizes, ops)
         back = results[jnp.argsort(order)].reshape(-1, active, x.shape[-1])  # to each token, in order of choice
-        added = jnp.einsum("naw,na->nw", back.astype(jnp.float32), weights).astype(x.dtype).reshape(x.shape)
+        mixed = jnp.einsum("naw,na->nw", back.astype(jnp.float32), weights, precision=HIGHEST)
+        added = mixed.astype(x.dtype).reshape(x.shape)
         if not self.experts.shared_width:
             return added
         return added + MLP(self.config, self.dtype, self.experts.shared_width, name="shared")(x, ops)
 
-    def _route(self, x: Float[Array, "n w"], ops: Ops) -> tuple[Float32[Array, "n a"], Int32[Array, "n a"]]:
+    def _route(self, x: Float[Array, "n w"]) -> tuple[Float32[Array, "n a"], Int32[Array, "n a"]]:
         """Each token's experts and their weights; scores are float32, as a rounded one may choose another expert."""
         experts = self.experts
         router = weight(self, "router", ("experts", "width"), (experts.count, x.shape[-1]), jnp.float32)
-        logits = ops.matmul(x.astype(jnp.float32), router)
+        logits = jnp.einsum("nw,ew->ne", x.astype(jnp.float32), router, precision=HIGHEST)
         if experts.router_bias:
             logits = logits + bias(self, "router_bias", ("experts",), (experts.count,), jnp.float32)
         scores = jax.nn.softmax(logits) if experts.scoring == "softmax" else jax.nn.sigmoid(logits)

@@ -68,8 +68,9 @@ class DecoderBlock(nn.Module):
         return rms_norm(x, norm_weight(self, name, ("width",), (self.config.width,)), self.config.norm_eps)
 
     def _add(self, x: Hidden, added: Hidden) -> Hidden:
+        """x plus `added` times the residual scale, which is a float32 even beside bfloat16, as torch multiplies."""
         scale = self.config.residual_scale
-        return x + (added if scale == 1.0 else added * jnp.asarray(scale, added.dtype))
+        return x + (added if scale == 1.0 else (added.astype(jnp.float32) * scale).astype(added.dtype))
 
 
 class Transformer(nn.Module):

@@ -69,13 +69,6 @@ def test_matmul_in_bfloat16_sums_in_float32_and_returns_what_is_asked(ops: Paged
     np.testing.assert_allclose(wide, expected, atol=rough * np.abs(expected).max())
 
 
-def test_grouped_matmul_equals_that_with_the_decoded_experts():
-    weight = make((3, 2, 16, 64), (3, 2, 16, 2), 4, offset=True)
-    x, sizes = jnp.asarray(RNG.normal(size=(7, 64)), jnp.float32), jnp.array([2, 0, 5], jnp.int32)
-    expected = CPU.grouped_matmul(x, weight.dequantise(), sizes)
-    np.testing.assert_allclose(CPU.grouped_matmul(x, weight, sizes), expected, rtol=1e-5)
-
-
 @pytest.mark.parametrize("offset", [True, False])
 def test_take_decodes_the_rows_that_are_taken(offset: bool):
     table = make((9, 64), (9, 2), 8, offset)

@@ -240,6 +240,14 @@ def test_the_embedding_scale_is_rounded_to_the_weights_dtype() -> None:
         np.testing.assert_array_equal(np.asarray(embed, np.float32), np.float32(scale))
 
 
+def test_the_residual_scale_is_not_rounded_to_the_weights_dtype() -> None:
+    """Granite's is a plain number: torch multiplies a bfloat16 by it in float32. As a bfloat16 0.22 is 0.2197."""
+    block = transformer.DecoderBlock(replace(PLAIN, residual_scale=0.22), jnp.bfloat16, 0)
+    added = jnp.asarray(np.random.default_rng(0).normal(size=(1, 64, 8)), jnp.bfloat16)
+    scaled = (added.astype(jnp.float32) * np.float32(0.22)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(block._add(jnp.zeros_like(added), added), scaled)
+
+
 def test_ropes_are_traced_in_layer_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """An order that hangs on Python's hash of a string would miss the compile cache in every other process."""
     traced: list[RopeConfig] = []
