@@ -43,8 +43,8 @@ def command(
     Prints the configuration as it was understood and every field that was ignored; tensors that are not finite, far
     from the scale of their peers, or dead in a row; a greedy continuation, the kernels that made it, and what it takes.
     With --reference, transformers (pip install 'jaxinfer[bench]') runs the same prompt in float32, and the first part
-    that diverges is named, with the first of its tensors that we hold otherwise; the rounding of --quantize counts, unless
-    --tolerance is raised to some hundredths. Exit code 1: something is wrong; 2: the model cannot be loaded.
+    that diverges is named, with the first of its tensors that we hold otherwise; the rounding of --quantize counts,
+    unless --tolerance is raised to some hundredths. Exit code 1: something is wrong; 2: the model cannot be loaded.
 
     \b
     jaxinfer doctor demo
