@@ -68,7 +68,8 @@ def _between_ends(rows: Float32[np.ndarray, "r n"], dtype: np.dtype) -> Grouped:
         found = _round(rows, *_fit(rows, best[0]), dtype)
         error = _error(rows, found)
         better = error < least
-        best = tuple(np.where(better.reshape(-1, *(1,) * (x.ndim - 1)), x, y) for x, y in zip(found, best, strict=True))
+        for kept, new in zip(best, found, strict=True):
+            kept[better] = new[better]
         least = np.where(better, error, least)
     return best
 
