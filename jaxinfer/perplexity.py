@@ -32,6 +32,7 @@ from jaxinfer.checkpoint.load import Checkpoint
 from jaxinfer.config import MeshConfig, ModelConfig
 from jaxinfer.engine.cache import make_pages, pages_per_sequence
 from jaxinfer.engine.ops import PagedOps
+from jaxinfer.engine.runner import in_bytes
 from jaxinfer.engine.sharding import make_mesh
 from jaxinfer.errors import CheckpointError, ConfigError, RequestError
 from jaxinfer.model.ops import Ops, TokenBatch
@@ -198,14 +199,14 @@ class _Scorer:
         self, config: ModelConfig, params: Any, dtype: str, size: int, mesh: Mesh | None, report: Report | None
     ) -> None:
         pages = pages_per_sequence(PAGE, size)
-        self._params = params
+        self._params = in_bytes(params)
         self._chunk = min(CHUNK, pages * PAGE)
         self._table = np.arange(pages, dtype=np.int32)[None]
         self._pages = make_pages(config, pages, PAGE, dtype, mesh or make_mesh(MeshConfig()))
         step = partial(_chunk_losses, model=Transformer(config, jnp.dtype(dtype)), ops=PagedOps())
         if report:
             report("compile", 0, 1)
-        lowered = jax.jit(step, donate_argnames="pages").lower(params, self._pages, *self._rows([0], 0, 1))
+        lowered = jax.jit(step, donate_argnames="pages").lower(self._params, self._pages, *self._rows([0], 0, 1))
         self._step = lowered.compile()
         if report:
             report("compile", 1, 1)

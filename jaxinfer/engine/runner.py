@@ -73,7 +73,7 @@ class EngineRunner:
         enable_persistent_cache()
         mesh, context, dtype = make_mesh(engine.mesh), engine_context(config, engine), jnp.dtype(engine_dtype(engine))
         config = replace(config, context=context)  # a longrope has other factors where no sequence may grow long
-        params = _in_bytes(jax.device_put(params, spread_all(params, param_shardings(config, mesh))))
+        params = in_bytes(jax.device_put(params, spread_all(params, param_shardings(config, mesh))))
         held = cache_dtype(engine, dtype)
         limits = Limits(
             slots=engine.slots,
@@ -213,7 +213,7 @@ class EngineRunner:
         return output
 
 
-def _in_bytes(params: Any) -> Any:
+def in_bytes(params: Any) -> Any:
     """On CPU, int4 as int8: executables that JAX compiles ahead of time there take no int4 arguments, since their
     layout, half a byte each, is not the one that the arrays say they have.
     """

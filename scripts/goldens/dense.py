@@ -57,9 +57,7 @@ def tiny_llama_yarn() -> Tiny:
         "truncation": {"rope_parameters": YARN | {"truncate": False}},
         "attention factor": {"rope_parameters": YARN | {"attention_factor": 1.0}},
     }
-    return Tiny(
-        config, 3, without, (r"(gate|up)_proj\.bias", r"down_proj\.bias"), louder=QUIETER, written=as_before_5
-    )
+    return Tiny(config, 3, without, (r"(gate|up)_proj\.bias", r"down_proj\.bias"), louder=QUIETER, written=as_before_5)
 
 
 def tiny_mistral() -> Tiny:

@@ -73,3 +73,10 @@ def test_eval_refuses_in_one_line_with_exit_code_2(code, tiny_path, tmp_path, co
 def test_eval_without_a_text_is_bad_usage(code, capsys):
     assert code("eval", "demo") == 2
     assert "--text" in capsys.readouterr().err
+
+
+def test_eval_takes_int4_weights(code, tiny_path, monkeypatch, capsys):
+    """On CPU an executable that was compiled ahead of time refuses int4 arrays, so they are held in bytes there."""
+    monkeypatch.setattr("jaxinfer.model.quantised.NARROW", 0)
+    assert code("eval", str(tiny_path), "--text", str(TEXT), "--tokens", "40", "--quantize", "int4") == 0
+    assert "int4 in groups of" in capsys.readouterr().out
