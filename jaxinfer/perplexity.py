@@ -1,7 +1,9 @@
 """Perplexity of a model on a text, over windows that slide.
 
-    perplexity(checkpoint, text, *, dtype="float32", context=None, stride=None, tokens=None, mesh=None, report=None)
-        -> Perplexity
+    perplexity(
+        checkpoint, text, *, dtype="float32", kv_dtype=None, context=None, stride=None, tokens=None, mesh=None,
+        report=None,
+    ) -> Perplexity
 
 The recipe is Hugging Face's "Perplexity of fixed-length models", so that figures can be compared: windows of `context`
 tokens start `stride` tokens apart, and each scores only what no window before it has scored. Two points are ours. A BOS
@@ -29,7 +31,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxinfer.arrays import Pages
 from jaxinfer.checkpoint.load import Checkpoint
-from jaxinfer.config import MeshConfig, ModelConfig
+from jaxinfer.config import KVDTypeName, MeshConfig, ModelConfig
 from jaxinfer.engine.cache import make_pages, pages_per_sequence
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.runner import in_bytes
@@ -105,6 +107,7 @@ def perplexity(
     text: str,
     *,
     dtype: str = "float32",
+    kv_dtype: KVDTypeName | None = None,
     context: int | None = None,
     stride: int | None = None,
     tokens: int | None = None,
@@ -113,10 +116,11 @@ def perplexity(
 ) -> Perplexity:
     """Score `text`, or its first `tokens` tokens, with a model whose weights were loaded in `dtype`.
 
-    context: tokens of a window; unset, 1,024 or the model's own where that is less. stride: tokens from one window to
-    the next; unset, half of what a window takes of the text. mesh: where the parameters lie; unset, one device. Control
-    tokens spelled out in the text are plain text. Raises RequestError for a text of too few tokens, ConfigError for
-    windows that the model cannot hold or that would leave tokens out, CheckpointError where a loss is not finite.
+    kv_dtype: of the cache; unset, `dtype`. context: tokens of a window; unset, 1,024 or the model's own where that is
+    less. stride: tokens from one window to the next; unset, half of what a window takes of the text. mesh: where the
+    parameters lie; unset, one device. Control tokens spelled out in the text are plain text. Raises RequestError for a
+    text of too few tokens, ConfigError for windows that the model cannot hold or that would leave tokens out,
+    CheckpointError where a loss is not finite.
     """
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     if tokens is not None and tokens < 2:
@@ -128,7 +132,8 @@ def perplexity(
     _check(config, len(ids), context, stride, len(opening))
     windows = list(slide(len(ids), context - len(opening), stride, unscored=1 - len(opening)))
     size = min(context, max(window.end - window.begin for window in windows) + len(opening))
-    scorer = _Scorer(replace(config, context=context), checkpoint.params, dtype, size, mesh, report)
+    pages = make_pages(config, pages_per_sequence(PAGE, size), PAGE, kv_dtype or dtype, mesh or make_mesh(MeshConfig()))
+    scorer = _Scorer(replace(config, context=context), checkpoint.params, dtype, pages, report)
     began, scored, done = time.perf_counter(), [], 0
     for window in windows:
         losses = scorer.losses([*opening, *ids[window.begin : window.end]], window.first - window.begin + len(opening))
@@ -142,7 +147,14 @@ def perplexity(
         stride=stride,
         bytes=sum(len(tokenizer.token_bytes(token)) for token in ids[windows[0].first :]),
         seconds=time.perf_counter() - began,
-        cost=_cost(config, windows, len(opening), jnp.dtype(dtype).itemsize, bytes_per_weight(checkpoint.params)),
+        cost=_cost(
+            config,
+            windows,
+            len(opening),
+            dtype_bytes=jnp.dtype(dtype).itemsize,
+            kv_dtype_bytes=jnp.dtype(kv_dtype or dtype).itemsize,
+            weight_bytes=bytes_per_weight(checkpoint.params),
+        ),
     )
 
 
@@ -180,29 +192,31 @@ def _total(losses: Float32[np.ndarray, " n"], window: Window) -> float:
     return float(losses.sum(dtype=np.float64))
 
 
-def _cost(config: ModelConfig, windows: Sequence[Window], opening: int, dtype_bytes: int, weight_bytes: float) -> Cost:
-    """What the chunks of all windows take by the roofline; the logits are those of the scored tokens."""
+def _cost(config: ModelConfig, windows: Sequence[Window], opening: int, **sizes: Any) -> Cost:
+    """What the chunks of all windows take by the roofline, with `sizes` as for `prefill_cost`; the logits are those of
+    the scored tokens.
+    """
     cost = Cost(0.0, 0.0)
     for window in windows:
         length = window.end - window.begin + opening
         for start in range(0, length, CHUNK):
             tokens = min(CHUNK, length - start)
-            cost += prefill_cost(config, tokens, dtype_bytes, start, weight_bytes=weight_bytes)
+            cost += prefill_cost(config, tokens, start=start, **sizes)
         cost += Cost(2.0 * config.width * config.vocab_size * window.scored, 0.0)
     return cost
 
 
 class _Scorer:
-    """One compiled step and the pool that it runs over; `size` is the longest window, its BOS included."""
+    """One compiled step and the pool that it runs over, which holds the longest window, its BOS included."""
 
     def __init__(
-        self, config: ModelConfig, params: Any, dtype: str, size: int, mesh: Mesh | None, report: Report | None
+        self, config: ModelConfig, params: Any, dtype: str, pages: tuple[Pages, ...], report: Report | None
     ) -> None:
-        pages = pages_per_sequence(PAGE, size)
+        count = jax.tree.leaves(pages)[0].shape[0]
         self._params = in_bytes(params)
-        self._chunk = min(CHUNK, pages * PAGE)
-        self._table = np.arange(pages, dtype=np.int32)[None]
-        self._pages = make_pages(config, pages, PAGE, dtype, mesh or make_mesh(MeshConfig()))
+        self._chunk = min(CHUNK, count * PAGE)
+        self._table = np.arange(count, dtype=np.int32)[None]
+        self._pages = pages
         step = partial(_chunk_losses, model=Transformer(config, jnp.dtype(dtype)), ops=PagedOps())
         if report:
             report("compile", 0, 1)

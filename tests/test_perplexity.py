@@ -104,6 +104,13 @@ def test_a_model_over_two_devices_scores_the_same(tiny: Checkpoint, tiny_path: P
     assert found.nll == pytest.approx(perplexity(tiny, TINY_TEXT, context=64, tokens=60).nll, **SAME)
 
 
+def test_an_int8_cache_costs_a_little(tiny: Checkpoint):
+    plain, held = (perplexity(tiny, TINY_TEXT, kv_dtype=kind, context=64) for kind in (None, "int8"))
+    assert plain.perplexity != held.perplexity
+    assert held.perplexity == pytest.approx(plain.perplexity, rel=0.01)
+    assert held.cost.bytes < plain.cost.bytes
+
+
 def test_bits_per_byte_are_the_loss_over_the_text_s_own_bytes(tiny: Checkpoint):
     found = perplexity(tiny, TINY_TEXT, context=64)
     assert found.bytes == pytest.approx(len(TINY_TEXT.encode()), abs=1)  # SentencePiece's space in front

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32, Shaped
 
+from jaxinfer.errors import CheckpointError
 from jaxinfer.model.quantised import Kind, Quantised, kind_of, scale_dtype, scale_shape
 
 _PIECE = 2**20
@@ -23,7 +24,8 @@ def quantise(path: tuple[str, ...], weight: Float[np.ndarray, "..."], kind: Kind
 
     int8 is symmetric: the largest magnitude of an output channel is 127 steps. int4 is not: each group has 16 steps
     between its least and its greatest value, fitted to its values by least squares. Values are rounded against the
-    scale as it is stored. A piece of the weight at a time is in float32 beside the result.
+    scale as it is stored. A piece of the weight at a time is in float32 beside the result. Raises CheckpointError for a
+    weight that is not finite.
     """
     kind = kind_of(path, kind, weight.shape)
     groups = scale_shape(path, weight.shape, kind)
@@ -36,6 +38,8 @@ def quantise(path: tuple[str, ...], weight: Float[np.ndarray, "..."], kind: Kind
     for start in range(0, len(rows), step):
         at = slice(start, start + step)
         wide = rows[at].astype(np.float32)
+        if not np.isfinite(wide).all():
+            raise CheckpointError(f"{'/'.join(path)} holds numbers that are not finite, which {kind} cannot keep")
         if kind == "int4":
             values[at], scale[at], offset[at] = _between_ends(wide, dtype)
         else:

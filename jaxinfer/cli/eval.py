@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer.cli.flags import DEMO, QuantizeFlag, RefArgument
+from jaxinfer.cli.flags import DEMO, KVDTypeFlag, QuantizeFlag, RefArgument
 from jaxinfer.cli.json_text import json_text
 from jaxinfer.config import DTypeName, EngineConfig, MeshConfig
 from jaxinfer.errors import RequestError
@@ -33,6 +33,7 @@ def command(
         DTypeName | None, typer.Option(help="Of weights and cache; unset, float32 on CPU and bfloat16 elsewhere.")
     ] = None,
     quantize: QuantizeFlag = None,
+    kv_dtype: KVDTypeFlag = None,
     tensor: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines for people.")] = False,
 ) -> None:
@@ -40,7 +41,8 @@ def command(
 
     The windows are those of Hugging Face's recipe for models of a fixed length, each scoring what no window before it
     has scored, so that figures can be compared; a model that wants a BOS gets one in front of every window. A longer
-    --stride is faster and gives a token less to go by. The speed stands beside the roofline of this machine.
+    --stride is faster and gives a token less to go by. A longrope has the factors that a server of that --context would
+    have. The speed stands beside the roofline of this machine.
 
     \b
     jaxinfer eval demo --text book.txt
@@ -66,12 +68,21 @@ def command(
             progress=report,
         )
         found = perplexity(
-            checkpoint, content, dtype=named, context=context, stride=stride, tokens=tokens, mesh=mesh, report=report
+            checkpoint,
+            content,
+            dtype=named,
+            kv_dtype=kv_dtype,
+            context=context,
+            stride=stride,
+            tokens=tokens,
+            mesh=mesh,
+            report=report,
         )
     kept = describe(checkpoint.params)
     about = _summary(found, measure_machine(named), tensor) | {
         "model": checkpoint.name,
         "dtype": f"{named}, weights in {kept}" if kept else named,
+        "kv_dtype": kv_dtype or named,
     }
     print(json_text(about) if as_json else _lines(about))
 

@@ -23,6 +23,9 @@ QuantizeFlag = Annotated[
     QuantizeName | None,
     typer.Option(help="Keep the large matrices in int8, in int4, or as the GGUF file has them stored."),
 ]
+KVDTypeFlag = Annotated[
+    KVDTypeName | None, typer.Option(help="Of the KV cache: int8 holds twice to four times the tokens.")
+]
 SamplingFlag = Annotated[
     Sampling, typer.Option(help="Where no flag says: what the checkpoint recommends, or none of it.")
 ]
@@ -144,9 +147,7 @@ def engine_config(
     prefix_cache: Annotated[bool, typer.Option(help="Share pages between prompts that begin alike.")] = True,
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache.")] = _E.cache.page_size,
     pages: Annotated[int | None, typer.Option(help="Pages in the pool; unset, by --memory-fraction.")] = None,
-    kv_dtype: Annotated[
-        KVDTypeName | None, typer.Option(help="Of the KV cache: int8 holds twice to four times the tokens.")
-    ] = None,
+    kv_dtype: KVDTypeFlag = None,
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the memory that the pool takes.")
     ] = _E.cache.memory_fraction,

@@ -35,7 +35,7 @@ def command(
 
     Memory per device (weights, pages of the KV cache), the executables that warm-up compiles, and the least time that a
     step can take by the roofline: from the configuration alone, so nothing is loaded and no chip is needed
-    (hf: is downloaded).
+    (hf: is downloaded). Without --dtype weights and cache are bfloat16 here, as on the chips.
 
     \b
     jaxinfer plan

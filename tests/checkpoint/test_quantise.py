@@ -9,6 +9,7 @@ import pytest
 
 from jaxinfer.checkpoint import quantise as module
 from jaxinfer.checkpoint.quantise import quantise
+from jaxinfer.errors import CheckpointError
 from jaxinfer.model import quantised
 
 pytestmark = pytest.mark.usefixtures("narrow_matrices_in_int4")
@@ -36,6 +37,15 @@ def test_int8_moves_no_weight_by_more_than_half_a_step_of_its_channel(path: Any,
 def test_embedding_and_head_stay_int8_in_int4():
     leaf = quantise(TABLE, RNG.normal(size=(9, 64)).astype(np.float32), "int4")
     assert (leaf.values.dtype, leaf.scale.shape, leaf.offset) == (np.int8, (9, 1), None)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_that_is_no_number_is_named(kind: Any, bad: float):
+    weight = np.ones((4, 64), np.float32)
+    weight[2, 5] = bad
+    with pytest.raises(CheckpointError, match=r"block_0/mlp/down holds numbers that are not finite"):
+        quantise(("block_0", "mlp", "down"), weight, kind)
 
 
 def test_narrow_matrices_stay_int8_in_int4(monkeypatch: pytest.MonkeyPatch):
