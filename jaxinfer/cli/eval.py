@@ -81,7 +81,8 @@ def command(
     kept = describe(checkpoint.params)
     about = _summary(found, measure_machine(named), tensor) | {
         "model": checkpoint.name,
-        "dtype": f"{named}, weights in {kept}" if kept else named,
+        "dtype": named,
+        "weights": kept or named,
         "kv_dtype": kv_dtype or named,
     }
     print(json_text(about) if as_json else _lines(about))
@@ -118,8 +119,10 @@ def _summary(found: "Perplexity", machine: Chip, devices: int) -> dict[str, Any]
 
 
 def _lines(about: dict[str, Any]) -> str:
+    kinds = {"weights": about["weights"], "cache": about["kv_dtype"]}
+    told = [about["dtype"], *(f"{part} in {kind}" for part, kind in kinds.items() if kind != about["dtype"])]
     return (
-        "{model}, {dtype}: perplexity {perplexity:.4f}, {bits_per_byte:.4f} bits per byte\n"
+        "{model}, {told}: perplexity {perplexity:.4f}, {bits_per_byte:.4f} bits per byte\n"
         "{tokens} tokens scored ({bytes} bytes) in {count} window(s) of {context}, {stride} apart\n"
         "{rate:.1f} tokens/s; this machine's roofline, bound by {bound_by}, is {rate_bound:.1f}: {roofline:.0%} of it"
-    ).format(**about, count=len(about["windows"]))
+    ).format(**about, told=", ".join(told), count=len(about["windows"]))

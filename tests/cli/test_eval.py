@@ -28,6 +28,7 @@ def test_eval_prints_what_was_measured(code, tiny_path, capsys):
     assert said["perplexity"] == pytest.approx(expected.perplexity)
     assert said["bits_per_byte"] == pytest.approx(expected.bits_per_byte)
     assert (said["model"], said["dtype"], said["tokens"], said["bytes"]) == ("tiny", "float32", 100, expected.bytes)
+    assert (said["weights"], said["kv_dtype"]) == ("float32", "float32")
     assert [window["nll"] for window in said["windows"]] == pytest.approx([w.nll for w in expected.windows])
     assert said["bound_by"] == "memory"
     assert said["rate_bound"] == pytest.approx(100 / (expected.cost.bytes / 1e9))
