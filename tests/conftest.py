@@ -3,8 +3,10 @@
 A model package that is not installed is an error that names the command; nothing is skipped.
 """
 
+import gc
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +37,18 @@ def package_folder(package: str, install: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.fail(f"this test reads the package {package}: pip install --no-deps {install}")
     return Path(spec.submodule_search_locations[0])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def executables_of_one_module() -> Iterator[None]:
+    """Gives the executables that `jit` keeps back after each module.
+
+    Each takes several mappings of memory, Linux allows a process 65,530, and LLVM aborts when there are no more.
+    """
+    yield
+    if (jax := sys.modules.get("jax")) is not None:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
