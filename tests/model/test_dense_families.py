@@ -9,6 +9,8 @@ from jaxinfer.config import RopeConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import config_from_gguf, config_from_hf, read_gguf, read_hf
 
+from .makers import gguf_metadata, without
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -38,26 +40,6 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 
 SHAPES = {"token_embd.weight": (100, 64), "output.weight": (100, 64)}
 
 
-def without(raw: dict[str, Any], *names: str, **changes: Any) -> dict[str, Any]:
-    return {name: value for name, value in {**raw, **changes}.items() if name not in names}
-
-
-def gguf(arch: str, **changes: Any) -> dict[str, Any]:
-    """Metadata of the same sizes; a dot is spelled `__` in `changes`."""
-    fields = {
-        "block_count": 4,
-        "context_length": 256,
-        "embedding_length": 64,
-        "feed_forward_length": 96,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 10_000.0,
-        **{name.replace("__", "."): value for name, value in changes.items()},
-    }
-    return {"general.architecture": arch, **{f"{arch}.{name}": value for name, value in fields.items()}}
-
-
 # ---- gemma -----------------------------------------------------------------------------------------------------------
 
 
@@ -73,7 +55,7 @@ def test_gemma_is_read():
 
 @pytest.mark.proves(family="gemma", what="config")
 def test_a_gguf_gemma_is_the_same_model():
-    fields = gguf("gemma", attention__key_length=32, attention__value_length=32)
+    fields = gguf_metadata("gemma", attention__key_length=32, attention__value_length=32)
     assert config_from_gguf(fields, {"token_embd.weight": (100, 64)}) == config_from_hf(GEMMA)
 
 
@@ -92,7 +74,7 @@ def test_gemma2_is_read():
 
 @pytest.mark.proves(family="gemma2", what="config")
 def test_a_gguf_gemma2_is_the_same_model():
-    fields = gguf(
+    fields = gguf_metadata(
         "gemma2",
         attention__key_length=32,
         attention__value_length=32,
@@ -129,8 +111,8 @@ def test_phi3_stretches_each_frequency_by_its_own_factor(kind: str):
 
 @pytest.mark.proves(family="phi3", what="config")
 def test_a_gguf_phi3_is_the_same_model():
-    assert config_from_gguf(gguf("phi3", attention__sliding_window=0), SHAPES) == config_from_hf(PHI3)
-    windowed = config_from_gguf(gguf("phi3", attention__sliding_window=32, rope__dimension_count=12), SHAPES)
+    assert config_from_gguf(gguf_metadata("phi3", attention__sliding_window=0), SHAPES) == config_from_hf(PHI3)
+    windowed = config_from_gguf(gguf_metadata("phi3", attention__sliding_window=32, rope__dimension_count=12), SHAPES)
     assert windowed == config_from_hf({**PHI3, "sliding_window": 32, "partial_rotary_factor": 0.75})
 
 
@@ -141,7 +123,7 @@ def test_a_gguf_phi3_is_the_same_model():
 def test_olmo2_is_read():
     config = config_from_hf(OLMO2)
     assert (config.pre_norms, config.post_norms, config.qk_norm) == (False, True, "all")
-    assert config_from_gguf(gguf("olmo2"), SHAPES) == config
+    assert config_from_gguf(gguf_metadata("olmo2"), SHAPES) == config
 
 
 # ---- smollm3 ---------------------------------------------------------------------------------------------------------
@@ -168,7 +150,7 @@ def test_smollm3_has_windows_where_nothing_turns_unless_the_file_says_otherwise(
 
 @pytest.mark.proves(family="smollm3", what="config")
 def test_a_gguf_smollm3_is_the_same_model():
-    fields = {**gguf("smollm3"), "smollm3.rope.freq_base": 2_000_000.0}
+    fields = {**gguf_metadata("smollm3"), "smollm3.rope.freq_base": 2_000_000.0}
     assert config_from_gguf(fields, {"token_embd.weight": (100, 64)}) == config_from_hf(SMOLLM3)
 
 
@@ -195,8 +177,8 @@ def test_granite_is_read():
 @pytest.mark.proves(family="granite", what="config")
 def test_a_gguf_granite_is_the_same_model():
     scales = {"attention__scale": 0.015625, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0}
-    assert config_from_gguf(gguf("granite", **scales), SHAPES) == config_from_hf({**GRANITE, **MULTIPLIERS})
-    assert config_from_gguf(gguf("granite"), SHAPES).query_scale == 0.25
+    assert config_from_gguf(gguf_metadata("granite", **scales), SHAPES) == config_from_hf({**GRANITE, **MULTIPLIERS})
+    assert config_from_gguf(gguf_metadata("granite"), SHAPES).query_scale == 0.25
 
 
 # ---- what is refused, and what is ignored ----------------------------------------------------------------------------
@@ -240,13 +222,13 @@ def test_a_value_that_nobody_implemented(family: str, field: str, value: Any):
 )
 def test_metadata_that_nobody_implemented(arch: str, field: str, value: Any):
     with pytest.raises(ConfigError, match=field):
-        config_from_gguf({**gguf(arch), f"{arch}.{field}": value}, SHAPES)
+        config_from_gguf({**gguf_metadata(arch), f"{arch}.{field}": value}, SHAPES)
 
 
 def test_what_is_ignored_is_told():
     harmless = {"torch_dtype": "bfloat16", "use_cache": True, "num_experts": 0, "attention_dropout": 0.0}
     _, ignored = read_hf({**GRANITE, **harmless})
     assert ignored == ("attention_dropout", "num_experts", "torch_dtype", "use_cache")
-    fields = {**gguf("granite", vocab_size=100, expert_count=0), "general.name": "x"}
+    fields = {**gguf_metadata("granite", vocab_size=100, expert_count=0), "general.name": "x"}
     _, ignored = read_gguf(fields, SHAPES)
     assert ignored == ("general.name", "granite.expert_count", "granite.vocab_size")

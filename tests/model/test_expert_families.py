@@ -1,6 +1,7 @@
 """Mixtral, gpt-oss and DeepSeek V3: what their files mean, and what is refused by name."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,10 @@ import pytest
 from jaxinfer.config import ExpertsConfig, LatentConfig, RopeConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import config_from_gguf, config_from_hf, family_of, unread_tensors
+
+from .makers import gguf_metadata
+
+gguf = partial(gguf_metadata, rope__freq_base=None)
 
 SIZES = {
     "hidden_act": "silu",
@@ -77,22 +82,6 @@ DEEPSEEK = {
 }
 FAMILIES = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS, "deepseek_v3": DEEPSEEK}
 SHAPES = {"token_embd.weight": (100, 64), "output.weight": (100, 64)}
-
-
-def gguf(arch: str, **changes: Any) -> dict[str, Any]:
-    """Metadata of the same sizes; a dot is spelled `__` in `changes`, and None leaves a field out."""
-    fields = {
-        "block_count": 4,
-        "context_length": 256,
-        "embedding_length": 64,
-        "feed_forward_length": 96,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        **{name.replace("__", "."): value for name, value in changes.items()},
-    }
-    named = {f"{arch}.{name}": value for name, value in fields.items() if value is not None}
-    return {"general.architecture": arch, **named}
 
 
 GGUF_YARN = {

@@ -1,5 +1,6 @@
 """Configurations that others wrote: both spellings of everything, and an error that names what nobody implemented."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,10 @@ import pytest
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import config_from_gguf, config_from_hf, family_of
+
+from .makers import gguf_metadata, without
+
+gguf_fields = partial(gguf_metadata, block_count=3, rope__freq_base=500_000.0)
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,25 +57,6 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 GGUF_SHAPES = {"token_embd.weight": (100, 64), "output.weight": (100, 64)}
-
-
-def without(raw: dict[str, Any], *names: str, **changes: Any) -> dict[str, Any]:
-    return {name: value for name, value in {**raw, **changes}.items() if name not in names}
-
-
-def gguf_fields(prefix: str, **changes: Any) -> dict[str, Any]:
-    fields = {
-        "block_count": 3,
-        "context_length": 256,
-        "embedding_length": 64,
-        "feed_forward_length": 96,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 500_000.0,
-    }
-    named = {f"{prefix}.{name}": value for name, value in fields.items()}
-    return {"general.architecture": prefix, **named, **{f"{prefix}.{name}": value for name, value in changes.items()}}
 
 
 # ---- llama -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Qwen 2, Qwen 3 and its mixture of experts: what their files mean, and what is refused by name."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,10 @@ import pytest
 from jaxinfer.config import ExpertsConfig, RopeConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.model.families import config_from_gguf, config_from_hf, read_hf
+
+from .makers import gguf_metadata, without
+
+gguf = partial(gguf_metadata, attention__layer_norm_rms_epsilon=1e-6, rope__freq_base=1_000_000.0)
 
 SIZES = {
     "hidden_act": "silu",
@@ -43,26 +48,6 @@ MOE = {
 EXPERTS = ExpertsConfig(count=6, active=3, width=24)
 FULL, SLIDING = "full_attention", "sliding_attention"
 SHAPES = {"token_embd.weight": (100, 64), "output.weight": (100, 64)}
-
-
-def without(raw: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in raw.items() if name not in names}
-
-
-def gguf(arch: str, **changes: Any) -> dict[str, Any]:
-    """Metadata of the same sizes; a dot is spelled `__` in `changes`."""
-    fields = {
-        "block_count": 4,
-        "context_length": 256,
-        "embedding_length": 64,
-        "feed_forward_length": 96,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 1_000_000.0,
-        **{name.replace("__", "."): value for name, value in changes.items()},
-    }
-    return {"general.architecture": arch, **{f"{arch}.{name}": value for name, value in fields.items()}}
 
 
 @pytest.mark.proves(family="qwen2", what="config")

@@ -116,7 +116,6 @@ GGUF_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "residual_scale": (0.0, 1.0),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.type": ("none",),
-    "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False, True),  # llama.cpp reads it for GPT-NeoX alone
 }
 
