@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxinfer.checkpoint.files import read_json
 from jaxinfer.checkpoint.generation import GENERATION_CONFIG, gguf_generation, read_generation
 from jaxinfer.checkpoint.gguf import GGUFTensors
-from jaxinfer.checkpoint.load import gguf_config, no_model, resolve
+from jaxinfer.checkpoint.load import no_model, resolve, with_rope_tensors
 from jaxinfer.checkpoint.orbax import MANIFEST, read_config
 from jaxinfer.checkpoint.quantization import decoded
 from jaxinfer.checkpoint.safetensors import SafetensorsDirectory
@@ -52,8 +52,10 @@ def explain_config(ref: str) -> Explained:
     path = resolve(ref)
     if path.is_file():
         tensors = GGUFTensors(path)
-        unread = [name for name in read_gguf(tensors.fields, tensors.shapes)[1] if name not in _GGUF_READ]
-        return Explained(gguf_config(tensors)[0], (*unread, *gguf_generation(tensors.fields).ignored))
+        config, unread = read_gguf(tensors.fields, tensors.shapes)
+        ignored = [name for name in unread if name not in _GGUF_READ]
+        stretched, _ = with_rope_tensors(config, tensors)
+        return Explained(stretched, (*ignored, *gguf_generation(tensors.fields).ignored))
     if (path / MANIFEST).is_file():
         return Explained(read_config(path), ())  # a field that this version does not have is an error there
     if not (path / "config.json").is_file():

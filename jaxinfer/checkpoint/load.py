@@ -164,7 +164,11 @@ def _download(name: str) -> Path:
 
 def gguf_config(tensors: GGUFTensors) -> tuple[ModelConfig, tuple[str, ...]]:
     """The configuration of a GGUF file, and the names of the tensors that are part of it: divisors of its rope."""
-    config = config_from_gguf(tensors.fields, tensors.shapes)
+    return with_rope_tensors(config_from_gguf(tensors.fields, tensors.shapes), tensors)
+
+
+def with_rope_tensors(config: ModelConfig, tensors: GGUFTensors) -> tuple[ModelConfig, tuple[str, ...]]:
+    """`config` with its rope stretched as the file's own tensors say, and their names."""
     factors = {name: read_as(tensors, name, np.dtype(np.float32)) for name in ROPE_TENSORS if name in tensors.shapes}
     return with_rope_factors(config, factors), tuple(factors)
 
