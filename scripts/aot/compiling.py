@@ -1,0 +1,142 @@
+"""Compiles a function for a TPU generation and collects what came of it.
+
+Needs `libtpu.start` first. Compiles one program at a time: the compiler writes its dumps where all programs' go.
+"""
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from aot import libtpu
+from aot.bundles import Schedule, parse
+from aot.chips import Generation, generation
+
+KERNEL_FILE = re.compile(r"^\d+-(?P<kernel>.+?)-\d+-(?P<label>(?:schedule-analysis_)?final_[\w-]+)\.txt$")
+BUNDLES, SLOTS = "final_bundles", "final_hlo-static-per-bundle-utilization"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the compiler made. Bytes are those of one device.
+
+    kernels: each Pallas call of the program, by its name in the HLO (`name.1`, where the call was given a name).
+    """
+
+    chip: Generation
+    text: str
+    kernels: Mapping[str, Schedule]
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    code_bytes: int
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """What the device must hold while the program runs."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes + self.code_bytes
+
+    def kernel(self, name: str) -> Schedule:
+        """The one kernel that was given that name. Raises ValueError where there is not just one."""
+        found = [key for key in self.kernels if key.rpartition(".")[0] == name or key == name]
+        if len(found) != 1:
+            raise ValueError(f"expected one kernel {name!r}; the program has {sorted(self.kernels) or 'none'}")
+        return self.kernels[found[0]]
+
+
+def mesh(chip: str, devices: int = 1, axis: str = "tensor", topology: str | None = None) -> Mesh:
+    """The first devices of a topology of that generation, in one row. The axis is Auto, as the engine's is."""
+    found = _devices(topology or generation(chip).topology)
+    if devices > len(found):
+        raise ValueError(f"{topology or generation(chip).topology} has {len(found)} devices; expected {devices}")
+    return Mesh(np.array(found[:devices]), (axis,), axis_types=(AxisType.Auto,))
+
+
+@cache
+def _devices(topology: str) -> list[Any]:
+    libtpu.start()
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+
+
+def on(devices: Mesh, tree: Any) -> Any:
+    """A tree of shapes, each whole on every device of the mesh."""
+    whole = NamedSharding(devices, PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
+
+
+def compile_for(chip: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
+    """`function`, jitted unless it is already, for one device of that generation.
+
+    args are shapes (`jax.ShapeDtypeStruct`), or trees of them; kwargs are static to a function that is not jitted yet.
+    Raises what the compiler raises, jax.errors.JaxRuntimeError for a program that does not fit.
+    """
+    jitted: Any = function if hasattr(function, "lower") else jax.jit(function, static_argnames=tuple(kwargs))
+    return compile_lowered(chip, lambda: jitted.lower(*on(mesh(chip), args), **kwargs))
+
+
+def compile_lowered(chip: str, lower: Callable[[], jax.stages.Lowered]) -> Program:
+    """Lower and compile. `lower` uses shapes whose shardings are on a mesh of that generation."""
+    folder = libtpu.start()
+    _empty(folder)
+    start = time.monotonic()
+    with _no_cache():
+        compiled = lower().compile()
+    seconds = time.monotonic() - start
+    memory: Any = compiled.memory_analysis()
+    kernels = read_kernels(folder, generation(chip))
+    _empty(folder)
+    return Program(
+        chip=generation(chip),
+        text=compiled.as_text() or "",
+        kernels=kernels,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        seconds=seconds,
+    )
+
+
+def read_kernels(folder: Path, chip: Generation) -> dict[str, Schedule]:
+    """Every kernel that the compiler wrote about, by its name."""
+    texts: dict[str, dict[str, str]] = {}
+    for path in sorted(folder.iterdir()):
+        match = KERNEL_FILE.match(path.name)
+        if match and match["kernel"] != "TLP" and not match["kernel"].startswith("<"):
+            texts.setdefault(match["kernel"], {})[match["label"]] = path.read_text()
+    return {
+        name: parse(of[BUNDLES], of.get(SLOTS, ""), delay=chip.branch_delay, granule=chip.granule)
+        for name, of in texts.items()
+    }
+
+
+@contextmanager
+def _no_cache() -> Iterator[None]:
+    """A program that comes from JAX's persistent cache writes no dumps."""
+    kept = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks once whether there is a cache, and remembers
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", kept)
+        compilation_cache.reset_cache()
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()

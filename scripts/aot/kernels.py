@@ -1,0 +1,111 @@
+"""Every TPU kernel with the real shapes it shares with tests and benchmarks, as arguments without values."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arrays import Int8Pages
+from pallas_kernels.pages import empty_pages
+
+OPERATIONS = ("paged_decode_attention", "paged_prefill_attention", "kv_write", "quant_matmul")
+DTYPES = ("bfloat16", "float32", "int8")
+"""Of pages. Queries of int8 pages are bfloat16."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one shape. args are shapes; unit is what its memory traffic is counted in (a page, a weight)."""
+
+    operation: str
+    shape: str
+    dtype: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    static: dict[str, Any] = field(default_factory=dict)
+    donated: tuple[int, ...] = ()
+    unit_bytes: int = 0
+
+    def jitted(self) -> Any:
+        """The kernel as the engine's steps call it."""
+        return jax.jit(lambda *args: self.function(*args, **self.static), donate_argnums=self.donated)
+
+
+def cases(operation: str, dtypes: tuple[str, ...] = DTYPES, shapes: str = "") -> Iterator[Case]:
+    """Cases of an operation whose shape's name has `shapes` in it.
+
+    Raises ValueError for an operation that does not exist.
+    """
+    if operation not in OPERATIONS:
+        raise ValueError(f"no operation {operation!r}; expected one of {', '.join(OPERATIONS)}")
+    form = getattr(importlib.import_module(f"pallas_kernels.{operation}.tpu"), operation)
+    named = importlib.import_module(f"pallas_kernels.{operation}.shapes").SHAPES
+    make = {"kv_write": _write, "quant_matmul": _matmul}.get(operation, _attention)
+    for name, shape in named.items():
+        if shapes in name:
+            yield from make(operation, name, shape, form, dtypes)
+
+
+def _attention(operation: str, name: str, shape: Any, form: Any, dtypes: tuple[str, ...]) -> Iterator[Case]:
+    s, t, k, g, c = shape.rows, shape.tokens, shape.kv_heads, shape.group, shape.head_dim
+    static = {"window": shape.window, "scale": c**-0.5, "softcap": shape.softcap}
+    lengths, table = _int32(s), _int32(s, shape.table_width)
+    for dtype in dtypes:
+        pages = _pages(shape, dtype)
+        of = "bfloat16" if dtype == "int8" else dtype
+        sinks = (_array((k, g), "float32"),) if shape.sinks else ()
+        if operation == "paged_decode_attention":
+            args: tuple[Any, ...] = (_array((s, k, g, c), of), pages, table, lengths, *sinks)
+        else:
+            args = (_array((s, t, k, g, c), of), pages, table, _int32(s, t), lengths, *sinks)
+        function = _with_sinks(form) if sinks else form
+        yield Case(operation, name, dtype, function, args, static, unit_bytes=page_bytes(pages))
+
+
+def _write(operation: str, name: str, shape: Any, form: Any, dtypes: tuple[str, ...]) -> Iterator[Case]:
+    s, t = shape.rows, shape.tokens
+    for dtype in dtypes:
+        pages = _pages(shape, dtype)
+        new = _array((s, t, shape.kv_heads, shape.head_dim), "bfloat16" if dtype == "int8" else dtype)
+        values = new if shape.planes == 2 else None
+        args = (pages, new, values, _int32(s, shape.table_width), _int32(s, t))
+        yield Case(operation, name, dtype, form, args, donated=(0,), unit_bytes=page_bytes(pages))
+
+
+def _matmul(operation: str, name: str, shape: Any, form: Any, dtypes: tuple[str, ...]) -> Iterator[Case]:
+    rows = importlib.import_module(f"pallas_kernels.{operation}.shapes").ROWS
+    for dtype in (dtype for dtype in dtypes if dtype != "int8"):
+        for n in rows:
+            scale = _array((shape.outputs, shape.groups), dtype)
+            values = _array((shape.outputs, shape.inputs), shape.values)
+            args = (_array((n, shape.inputs), dtype), values, scale, scale if shape.offset else None)
+            static = {"dtype": jnp.dtype(dtype)}
+            yield Case(operation, f"{name}, {n} rows", dtype, form, args, static, unit_bytes=shape.bytes)
+
+
+def page_bytes(pages: Any) -> int:
+    """Bytes of one page, all planes and heads, scales included."""
+    return sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+
+
+def _pages(shape: Any, dtype: str) -> Any:
+    """The pool of a case: the pages of its rows and one more."""
+    count = shape.rows * shape.table_width + 1
+    whole = (count, shape.planes, shape.kv_heads, shape.page_size, shape.head_dim)
+    pages = jax.eval_shape(lambda: empty_pages(whole, jnp.dtype(dtype)))
+    return Int8Pages(*pages) if isinstance(pages, Int8Pages) else pages
+
+
+def _with_sinks(form: Any) -> Any:
+    return lambda *args, **static: form(*args[:-1], sinks=args[-1], **static)
+
+
+def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
