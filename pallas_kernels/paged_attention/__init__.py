@@ -1,1 +1,0 @@
-"""Causal attention of each query over its row's pages."""
