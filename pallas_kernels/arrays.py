@@ -19,6 +19,7 @@ class Int8Pages(NamedTuple):
 
 Pages = Float[Array, "n planes k b c"] | Int8Pages
 Queries = Float[Array, "s t k g c"]
+DecodeQueries = Float[Array, "s k g c"]
 NewKeys = Float[Array, "s t k c"]
 PageTable = Int32[Array, "s p"]
 Positions = Int32[Array, "s t"]

@@ -5,17 +5,21 @@ Knows: the forms of each operation, best first for each platform. Knows nothing 
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, get_args
 
 import jax
 
 from pallas_kernels.kv_write import reference as kv_write_reference
 from pallas_kernels.kv_write import xla as kv_write_xla
-from pallas_kernels.paged_attention import reference as paged_attention_reference
-from pallas_kernels.paged_attention import xla as paged_attention_xla
+from pallas_kernels.paged_decode_attention import reference as decode_reference
+from pallas_kernels.paged_decode_attention import xla as decode_xla
+from pallas_kernels.paged_prefill_attention import reference as prefill_reference
+from pallas_kernels.paged_prefill_attention import xla as prefill_xla
 
-Operation = Literal["paged_attention", "kv_write"]
+Operation = Literal["paged_decode_attention", "paged_prefill_attention", "kv_write"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 Form = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
@@ -31,9 +35,13 @@ class Entry:
 
 
 FORMS: dict[Operation, tuple[Entry, ...]] = {
-    "paged_attention": (
-        Entry("xla", paged_attention_xla.paged_attention),
-        Entry("reference", paged_attention_reference.paged_attention),
+    "paged_decode_attention": (
+        Entry("xla", decode_xla.paged_decode_attention),
+        Entry("reference", decode_reference.paged_decode_attention),
+    ),
+    "paged_prefill_attention": (
+        Entry("xla", prefill_xla.paged_prefill_attention),
+        Entry("reference", prefill_reference.paged_prefill_attention),
     ),
     "kv_write": (
         Entry("xla", kv_write_xla.kv_write),
@@ -45,32 +53,49 @@ FORMS: dict[Operation, tuple[Entry, ...]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` settled on; call it like the operation's reference. Hashable, so jit may take it as static."""
+    """What `choose` settled on; call it like the operation's reference. Hashable, so jit may take it as static.
+
+    ran: what came of the calls so far: each form that ran, with the reasons for which better ones refused.
+    """
 
     operation: Operation
     entries: tuple[Entry, ...]
     why: str
+    ran: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
         """The form that is tried first."""
         return self.entries[0].name
 
+    @property
+    def report(self) -> tuple[tuple[str, str], ...]:
+        """Form and reason of all that ran; before anything ran, of what is tried first."""
+        return tuple(self.ran.items()) or ((self.name, self.why),)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the first form that can do this call.
 
         Raises NotImplementedError only where no form is left, which is where one was asked for by name.
         """
+        refusals: list[str] = []
         for entry in self.entries[:-1]:
             try:
-                return entry.form(*args, **kwargs)
+                return self._note(entry, refusals, entry.form(*args, **kwargs))
             except NotImplementedError as refusal:
-                _log.info("%s: %s cannot do this here (%s); trying the next", self.operation, entry.name, refusal)
-        return self.entries[-1].form(*args, **kwargs)
+                refusals.append(f"{entry.name} cannot: {refusal}")
+        return self._note(self.entries[-1], refusals, self.entries[-1].form(*args, **kwargs))
+
+    def _note(self, entry: Entry, refusals: list[str], result: Any) -> Any:
+        why = "; ".join(refusals) or self.why
+        if self.ran.get(entry.name) != why:
+            self.ran[entry.name] = why
+            _log.info("%s: %s, %s", self.operation, entry.name, why)
+        return result
 
 
 def choose(operation: Operation, name: str | None = None, platform: str | None = None) -> Choice:
-    """The form of `operation` to run on `platform` (default: JAX's own), and why; logged once here.
+    """The form of `operation` to run on `platform` (default: JAX's own), and why.
 
     Without `name`, the platform's best first, each later form standing in where an earlier one raises
     NotImplementedError. With `name`, that form alone. Raises ValueError for a name that does not exist.
@@ -85,6 +110,10 @@ def choose(operation: Operation, name: str | None = None, platform: str | None =
     if not entries:
         names = [entry.name for entry in FORMS[operation]]
         raise ValueError(f"{operation} has no form {name!r}; expected one of {names}, or None for the default")
-    choice = Choice(operation, entries, why)
-    _log.info("%s on %s: %s, %s", operation, platform, choice.name, why)
-    return choice
+    return _choice(operation, entries, why)
+
+
+@cache
+def _choice(operation: Operation, entries: tuple[Entry, ...], why: str) -> Choice:
+    """Equal choices are one: jit traces a step once for all of them, and what was seen then is known to each."""
+    return Choice(operation, entries, why)

@@ -3,17 +3,21 @@
 Knows: which kernel does what the model asks. Knows nothing of how a kernel does it.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxinfer.arrays import Keys, Pages, Queries, Values
 from jaxinfer.engine import grouped, quantised_products
+from jaxinfer.engine.heads import split_attention, split_write
 from jaxinfer.model.ops import TokenBatch
 from jaxinfer.model.quantised import Quantised, Weight
-from pallas_kernels.dispatch import Choice, choose
+from pallas_kernels.dispatch import OPERATIONS, Choice, choose
 
 FEW_ROWS = 64
 """Up to here XLA on CPU is faster with the weight as the left operand, measured in float32 on 2 cores of an AVX2 EPYC
@@ -33,28 +37,47 @@ def _flat_matmul(x: Float[Array, "n i"], weight: Float[Array, "o i"], dtype: Any
     return jax.lax.optimization_barrier(product).T
 
 
+class Kernel(NamedTuple):
+    """What runs for one operation, and why."""
+
+    operation: str
+    form: str
+    why: str
+
+
 class PagedOps:
     """Attention over pages, and dense matrices. Hashable by what was chosen, so jit may take it as static.
 
-    attention and write name a form of `pallas_kernels.dispatch`; None takes the platform's default. `why` says what was
-    chosen and for which reason, for logs and `jaxinfer doctor`.
+    forms: operation -> name of a form of `pallas_kernels.dispatch`; one that is not named takes the platform's default.
+    mesh: where the pages lie; over several devices each runs the kernels on its own heads. Raises ValueError for an
+    operation or a form that does not exist.
     """
 
-    def __init__(self, attention: str | None = None, write: str | None = None, platform: str | None = None) -> None:
+    def __init__(
+        self, forms: Mapping[str, str] | None = None, *, platform: str | None = None, mesh: Mesh | None = None
+    ) -> None:
+        forms = forms or {}
+        if unknown := forms.keys() - set(OPERATIONS):
+            raise ValueError(f"no operation {sorted(unknown)}; expected some of {OPERATIONS}")
         self._platform = platform or jax.default_backend()
-        self._attention = choose("paged_attention", attention, self._platform)
-        self._write = choose("kv_write", write, self._platform)
+        self._choices = {name: choose(name, forms.get(name), self._platform) for name in OPERATIONS}
+        self._mesh = mesh if mesh is not None and mesh.size > 1 else None
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What ran of each operation; before a step was traced, what is tried first."""
+        return tuple(Kernel(name, *what) for name, choice in self._choices.items() for what in choice.report)
 
     @property
     def why(self) -> str:
-        """What was chosen, one operation a line."""
-        return "\n".join(
-            f"{choice.operation}: {choice.name}, {choice.why}" for choice in (self._attention, self._write)
-        )
+        """`kernels` as text, one a line."""
+        return "\n".join(f"{kernel.operation}: {kernel.form}, {kernel.why}" for kernel in self.kernels)
 
     def write(self, pages: Pages, keys: Keys, values: Values | None, batch: TokenBatch) -> Pages:
         """The pool with this step's keys and values stored. DONATES pages."""
-        return self._write(pages, keys, values, batch.page_table, batch.positions)
+        form = self._choices["kv_write"]
+        write = form if self._mesh is None else split_write(form, pages, self._mesh)
+        return write(pages, keys, values, batch.page_table, batch.positions)
 
     def attend(
         self,
@@ -68,17 +91,20 @@ class PagedOps:
         sinks: Float32[Array, "k g"] | None = None,
     ) -> Queries:
         """Causal attention of each query over its row's pages."""
-        return self._attention(
-            queries,
-            pages,
-            batch.page_table,
-            batch.positions,
-            batch.lengths,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        how = {"window": window, "scale": scale, "softcap": softcap}
+        if queries.shape[1] > 1:
+            form = partial(self._choices["paged_prefill_attention"], **how)
+            where = batch.page_table, batch.positions, batch.lengths
+            return self._on_own_heads(form, queries, pages, sinks, *where)
+        form = partial(self._choices["paged_decode_attention"], **how)
+        return self._on_own_heads(form, queries[:, 0], pages, sinks, batch.page_table, batch.lengths)[:, None]
+
+    def _on_own_heads(self, form: Any, queries: Any, pages: Pages, sinks: Any, *where: Array) -> Any:
+        def attend(queries: Any, pages: Pages, sinks: Any, *where: Array) -> Any:
+            return form(queries, pages, *where, sinks=sinks)
+
+        run = attend if self._mesh is None else split_attention(attend, pages, queries, self._mesh)
+        return run(queries, pages, sinks, *where)
 
     def matmul(
         self, x: Float[Array, "..."], weight: Weight, *, axes: int = 1, dtype: Any = None
@@ -114,5 +140,5 @@ class PagedOps:
         return hash(self._identity)
 
     @property
-    def _identity(self) -> tuple[str, Choice, Choice]:
-        return self._platform, self._attention, self._write
+    def _identity(self) -> tuple[str, tuple[Choice, ...], Mesh | None]:
+        return self._platform, tuple(self._choices.values()), self._mesh

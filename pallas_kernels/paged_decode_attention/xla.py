@@ -1,4 +1,4 @@
-"""Decode attention in plain XLA: one query a row, `ROWS` rows at a time, one page of each a turn.
+"""Paged decode attention in plain XLA: one query a row, `ROWS` rows at a time, one page of each a turn.
 
 Rows go in order of length, so that a short one does not wait on a long one.
 
@@ -8,16 +8,17 @@ keys, 4 at a time: 250 to 284 ms with a slice a page, 367 to 463 ms with one gat
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.arrays import Pages, Sinks
-from pallas_kernels.paged_attention.xla_pages import page_owners, read_page, silence
-from pallas_kernels.paged_attention.xla_softmax import Softmax, average, beginning, meet, merge
+from pallas_kernels.arrays import DecodeQueries, Lengths, Pages, PageTable, Sinks
 from pallas_kernels.pages import keys_and_values, page_shape
+from pallas_kernels.xla_pages import page_owners, read_page, silence
+from pallas_kernels.xla_softmax import Softmax, average, beginning, meet, merge
 
 ROWS = 4
 """Rows attended together."""
@@ -28,23 +29,33 @@ class Rows(NamedTuple):
 
     queries: Float[Array, "i k g c"]
     page_table: Int32[Array, "i p"]
-    positions: Int32[Array, " i"]
     lengths: Int32[Array, " i"]
 
 
 Attend = Callable[[Rows], Float[Array, "i k g c"]]
 
 
-def decode_attention(
-    rows: Rows, pages: Pages, *, window: int | None, softcap: float | None, sinks: Sinks | None
-) -> Float[Array, "i k g c"]:
-    """Attention of each row's query; queries are scaled already."""
+@partial(jax.jit, static_argnames=("window", "scale", "softcap"))
+def paged_decode_attention(
+    queries: DecodeQueries,
+    pages: Pages,
+    page_table: PageTable,
+    lengths: Lengths,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Sinks | None = None,
+) -> DecodeQueries:
+    """As the reference. Jitted, so that a model of many layers traces it once."""
+    rows = Rows(queries.astype(jnp.float32) * scale, page_table, lengths)
+    return _by_length(rows, lambda some: _attend(some, pages, window, softcap, sinks)).astype(queries.dtype)
+
+
+def _by_length(rows: Rows, attend: Attend) -> Float[Array, "i k g c"]:
+    """`attend` on all rows, those of like length together."""
     count = len(rows.lengths)
     together = min(ROWS, count)
-
-    def attend(some: Rows) -> Float[Array, "i k g c"]:
-        return _attend(some, pages, window, softcap, sinks)
-
     if count == together:
         return attend(rows)
     pad = -count % together
@@ -73,7 +84,7 @@ def _attend(
 ) -> Float[Array, "i k g c"]:
     """Walk over the pages that some query sees, those of all rows in step."""
     page_size = page_shape(pages)[3]
-    end = jnp.minimum(rows.positions + 1, rows.lengths)
+    end = rows.lengths
     begin = jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0)
     first = begin // page_size
     turns = jnp.max((end + page_size - 1) // page_size - first)

@@ -1,4 +1,4 @@
-"""What paged attention means: gather every page of a row, mask, softmax. Slow, and meant to be read."""
+"""What paged prefill attention means: gather every page of a row, mask, softmax. Slow, and meant to be read."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def visible(positions: Positions, lengths: Lengths, keys: int, window: int | Non
     return seen if window is None else seen & (key > query - window)
 
 
-def paged_attention(
+def paged_prefill_attention(
     queries: Queries,
     pages: Pages,
     page_table: PageTable,

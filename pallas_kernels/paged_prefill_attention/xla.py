@@ -1,4 +1,4 @@
-"""Prefill attention in plain XLA: a chunk meets its own keys in a triangle of known shape, then what lies before it.
+"""Paged prefill attention in plain XLA: a chunk meets its own keys in a triangle, then what lies before it.
 
 The chunk's queries are cut into strips of `QUERIES`. A strip meets the chunk's keys up to its own last one at once, so
 that most of what lies past the diagonal is never computed, no loop is needed, and the mask is the same for all chunks.
@@ -8,16 +8,17 @@ The numbers were chosen on CPU (2 cores, float32, 30 layers of 3 kv heads of 64)
 128 take 127 ms, of 64 139, of 256 148, all 512 at once 216; a loop over strips of 256 queries and 256 keys took 177.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Sinks
-from pallas_kernels.paged_attention.xla_pages import page_owners, read_side_by_side, silence
-from pallas_kernels.paged_attention.xla_softmax import Softmax, average, beginning, meet, merge
+from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
 from pallas_kernels.pages import keys_and_values, page_shape
+from pallas_kernels.xla_pages import page_owners, read_side_by_side, silence
+from pallas_kernels.xla_softmax import Softmax, average, beginning, meet, merge
 
 QUERIES = 128
 """Most queries of a strip."""
@@ -36,26 +37,33 @@ class Chunk(NamedTuple):
     """Queries that are no padding."""
 
 
-def prefill_attention(
-    queries: Float[Array, "s t k g c"],
+@partial(jax.jit, static_argnames=("window", "scale", "softcap"))
+def paged_prefill_attention(
+    queries: Queries,
     pages: Pages,
     page_table: PageTable,
     positions: Positions,
     lengths: Lengths,
     *,
     window: int | None,
+    scale: float,
     softcap: float | None,
-    sinks: Sinks | None,
-) -> Float[Array, "s t k g c"]:
-    """Attention of scaled queries whose positions are consecutive in each row, padding (-1) last."""
+    sinks: Sinks | None = None,
+) -> Queries:
+    """As the reference, where a row's positions are consecutive, end at its length, and its padding (-1) comes last.
+
+    Jitted, so that a model of many layers traces it once.
+    """
     start = jnp.maximum(positions[:, 0], 0)
     count = jnp.minimum(jnp.sum(positions >= 0, axis=1), lengths)
-    chunk = Chunk(jnp.moveaxis(queries, 1, 3), page_table, start, count)
+    scaled = queries.astype(jnp.float32) * scale
+    chunk = Chunk(jnp.moveaxis(scaled, 1, 3), page_table, start, count)
     state = _meet_own(chunk, pages, window, softcap)
     if sinks is not None:
         state = _join_sinks(state, chunk, sinks)
     state = _meet_past(state, chunk, pages, window, softcap)
-    return jnp.moveaxis(average(state).reshape(chunk.queries.shape), 3, 1)
+    mixed = jnp.moveaxis(average(state).reshape(chunk.queries.shape), 3, 1)
+    return mixed.astype(queries.dtype)
 
 
 def _meet_own(chunk: Chunk, pages: Pages, window: int | None, softcap: float | None) -> Softmax:

@@ -17,11 +17,12 @@ from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sharding import make_mesh
 from jaxinfer.model.experts import Experts
 from jaxinfer.model.quantised import Quantised
+from pallas_kernels.dispatch import OPERATIONS
 
 from .driver import MODEL
 
 CPU = PagedOps()
-TPU, GPU = (PagedOps("reference", "reference", platform=name) for name in ("tpu", "gpu"))
+TPU, GPU = (PagedOps(dict.fromkeys(OPERATIONS, "reference"), platform=name) for name in ("tpu", "gpu"))
 RNG = np.random.default_rng(4)
 COUNT, INNER = 5, 32
 SIZES = {  # rows: how many each expert owns; a tile has 1, 4 and 8 rows

@@ -9,9 +9,10 @@ import pytest
 
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.model.quantised import Quantised
+from pallas_kernels.dispatch import OPERATIONS
 
 CPU = PagedOps()
-OTHER = PagedOps("reference", "reference", platform="tpu")
+OTHER = PagedOps(dict.fromkeys(OPERATIONS, "reference"), platform="tpu")
 RNG = np.random.default_rng(3)
 
 

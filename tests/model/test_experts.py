@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxinfer.config import ExpertsConfig
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.model.experts import Experts
+from pallas_kernels.dispatch import OPERATIONS
 
 from .test_transformer import PLAIN
 
@@ -16,7 +17,10 @@ def test_scores_and_mixing_ask_for_all_bits_of_float32() -> None:
     """Without a precision a float32 product is bfloat16 on TPU and TF32 on GPU, which may choose another expert."""
     experts = ExpertsConfig(6, 2, 10)
     config = replace(PLAIN, experts=experts)
-    layer, ops = Experts(config, experts, jnp.bfloat16), PagedOps("reference", "reference", platform="tpu")
+    layer, ops = (
+        Experts(config, experts, jnp.bfloat16),
+        PagedOps(dict.fromkeys(OPERATIONS, "reference"), platform="tpu"),
+    )
     x = jnp.ones((2, 3, config.width), jnp.bfloat16)
     params = jax.eval_shape(lambda key: layer.init(key, x, ops), jax.random.key(0))
     text = jax.jit(lambda params, x: layer.apply(params, x, ops)).lower(params, x).as_text()
