@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-BUNDLE = re.compile(r"^ +(?:0x)?([0-9a-f]+) +(?:[A-Z]{2})? *:((?: >)*) ", re.MULTILINE)
+BUNDLE = re.compile(r"^ *(?:0x)?([0-9a-f]+) +(?:[A-Z]{2})? *: *(>*) *\{", re.MULTILINE)
 REGION = re.compile(r"Start(?:/End empty)? region (\d+)\b")
-BRANCH = re.compile(r"= sbr\.rel.*?target = \$region(\d+)")
+BRANCH = re.compile(r"= sbr\.rel(?: \((!?)(%p\d+)\w*\))? target = \$region(\d+)")
 OPERATION = re.compile(r"= ([a-z][\w.]*)")
 STARTED = re.compile(r"= dma\.([a-z]+_to_[a-z]+)")
 AWAITED = re.compile(r"= dma\.done\.wait (?:\([^)]*\), )?[^,]*, ([%\w]+)")
+VECTOR_SLOTS = frozenset({"MXU", "MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VSTORE"})  # a wait fills VLOAD
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,21 @@ class Loop:
     start: int
     end: int
     depth: int
-    least: int
+    trips: int | None
+    """How often it runs, where that is a constant of the code."""
+    shortest: int
     """Bundles of the shortest way through the body: every branch forward that stays in it is taken."""
     own: int
     """Bundles that belong to no loop inside this one."""
-    started: tuple[str, ...]
-    """The memories between which the DMAs that its own bundles start copy, one entry a DMA."""
+    vector: bool
+    """Whether its own bundles touch vectors; a loop that does not starts copies or waits for them."""
+    started: int
+    """DMAs that its own bundles start."""
     awaited: int | None
     """Bytes of all the DMAs that its own bundles wait for; None where the code computes how many."""
     busiest: str
     """The slot that its bundles fill most, and how much of it."""
+    inner: tuple["Loop", ...]
 
     @property
     def bundles(self) -> int:
@@ -48,9 +54,23 @@ class Loop:
         return self.end - self.start
 
     @property
-    def leaf(self) -> bool:
-        """Whether no loop is inside it."""
-        return self.own == self.bundles
+    def waits(self) -> bool:
+        """Whether its own bundles wait for a DMA."""
+        return self.awaited != 0
+
+    def turn(self, copies: int) -> tuple[int, int | None]:
+        """Bundles that one run of the body issues, and bytes of the DMAs that it waits for.
+
+        A loop inside runs as often as the code says; where it does not say, one that only starts copies or waits for
+        them runs `copies` times, any other once. Both sides of a condition are counted.
+        """
+        bundles, awaited = self.own, self.awaited
+        for loop in self.inner:
+            of_one, bytes_of_one = loop.turn(copies)
+            times = loop.trips or (1 if loop.vector else copies)
+            bundles += times * of_one
+            awaited = None if awaited is None or bytes_of_one is None else awaited + times * bytes_of_one
+        return bundles, awaited
 
 
 @dataclass(frozen=True)
@@ -62,9 +82,9 @@ class Schedule:
     """Bundles behind a branch that are issued before it is taken."""
     granule: int
     """Bytes of the unit in which the text counts a copy."""
-    names: tuple[str, ...] = ()
-    capacity: tuple[int, ...] = ()
-    slots: tuple[tuple[int, ...], ...] = ()
+    names: tuple[str, ...]
+    capacity: tuple[int, ...]
+    slots: tuple[tuple[int, ...], ...]
 
     @property
     def bundles(self) -> int:
@@ -72,58 +92,93 @@ class Schedule:
         return len(self.lines)
 
     @property
-    def steady(self) -> Loop | None:
-        """The innermost loop with the most bundles: where a kernel of one main loop spends its time."""
-        leaves = [loop for loop in self.loops if loop.leaf]
-        return max(leaves, key=lambda loop: loop.bundles, default=None)
+    def main(self) -> Loop | None:
+        """The innermost loop that waits for memory and touches vectors: what a page or a block goes through.
+
+        Where a loop only waits, the one around it is meant; where none waits, the innermost of all.
+        """
+        found = max(self.loops, key=lambda loop: (loop.waits, loop.depth, loop.bundles), default=None)
+        while found and not found.vector and (around := self._around(found)):
+            found = around
+        return found
+
+    def _around(self, inner: Loop) -> Loop | None:
+        return next((loop for loop in self.loops if inner in loop.inner), None)
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
         """All loops, by their start, the outer before the inner."""
         spans = sorted(self._spans(), key=lambda span: (span[0], -span[1]))
         self._check(spans)
-        return tuple(self._loop(span, spans) for span in spans)
-
-    @cached_property
-    def _starts(self) -> dict[str, int]:
-        return {region: at for at, line in enumerate(self.lines) for region in REGION.findall(line)}
+        made: dict[tuple[int, int], Loop] = {}
+        for span in reversed(spans):
+            made[span] = self._loop(span, spans, made)
+        return tuple(made[span] for span in spans)
 
     @cached_property
     def _branches(self) -> dict[int, int]:
         """Where each branch is, and where it leads; one that leads to a region without a mark is left out."""
-        found = {at: match[1] for at, line in enumerate(self.lines) if (match := BRANCH.search(line))}
-        return {at: self._starts[region] for at, region in found.items() if region in self._starts}
+        starts = {region: at for at, line in enumerate(self.lines) for region in REGION.findall(line)}
+        found = {at: match[3] for at, line in enumerate(self.lines) if (match := BRANCH.search(line))}
+        return {at: starts[region] for at, region in found.items() if region in starts}
 
     def _spans(self) -> set[tuple[int, int]]:
-        ends: dict[int, int] = {}
+        """First bundle of each loop, and the one behind its last. Several branches may close one loop."""
+        ends: dict[str, tuple[int, int]] = {}
         for at, target in self._branches.items():
-            if target <= at:
-                ends[target] = max(ends.get(target, 0), at + self.delay + 1)
-        return set(ends.items())
+            match = BRANCH.search(self.lines[at])
+            if match and target <= at:
+                start, end = ends.get(match[3], (target, 0))
+                ends[match[3]] = start, max(end, at + self.delay + 1)
+        return set(ends.values())
 
     def _check(self, spans: list[tuple[int, int]]) -> None:
         """Raises ValueError where the text marks a bundle as inside more loops than were found around it."""
         for at, line in enumerate(self.lines):
             marks = BUNDLE.match(line)
-            depth = marks[2].count(">") if marks else 0
+            depth = len(marks[2]) if marks else 0
             found = sum(start <= at < end for start, end in spans)
             if depth > found:
                 raise ValueError(f"bundle {at:#x} is marked as inside {depth} loops; {found} were found around it")
 
-    def _loop(self, span: tuple[int, int], spans: list[tuple[int, int]]) -> Loop:
+    def _loop(self, span: tuple[int, int], spans: list[tuple[int, int]], made: dict[tuple[int, int], Loop]) -> Loop:
+        """`made` holds the loops inside already."""
         start, end = span
         inside = [other for other in spans if other != span and start <= other[0] and other[1] <= end]
-        own = [at for at in range(start, end) if not any(first <= at < last for first, last in inside)]
+        direct = [one for one in inside if not any(_holds(other, one) for other in inside)]
+        own = [at for at in range(start, end) if not any(first <= at < last for first, last in direct)]
         return Loop(
             start,
             end,
             depth=sum(first <= start and end <= last for first, last in spans),
-            least=self._shortest(start, end),
+            trips=self._trips(end - self.delay - 1),
+            shortest=self._shortest(start, end),
             own=len(own),
-            started=tuple(kind for at in own for kind in STARTED.findall(self.lines[at])),
+            vector=any(
+                self.slots[at][unit] for at in own for unit, name in enumerate(self.names) if name in VECTOR_SLOTS
+            ),
+            started=sum(len(STARTED.findall(self.lines[at])) for at in own),
             awaited=self._awaited([size for at in own for size in AWAITED.findall(self.lines[at])]),
             busiest=self._busiest(range(start, end)),
+            inner=tuple(made[span] for span in direct),
         )
+
+    def _trips(self, branch: int) -> int | None:
+        """How often the loop that `branch` closes runs: of `i = 0; do { ...; i += 1 } while (!(i >= trips))`."""
+        match = BRANCH.search(self.lines[branch])
+        if not match or not match[2]:
+            return None
+        test = re.search(
+            rf"{match[2]}_p\d+ = scmp\.ge\.s32\.totalorder (?:\([^),]*\), )?(%s\d+)_\w+, (\d+) ", self._text
+        )
+        step = test and re.search(rf"{test[1]}_\w+ = sadd\.s32 (?:\([^),]*\), )?1, (%s\d+)_", self._text)
+        last = step and re.search(rf"{step[1]}_\w+ = sphi (%s\d+)_\w+, {test[1]}_", self._text)
+        first = last and re.search(rf"{last[1]}_\w+ = smov(?:\.u32)? (?:\([^),]*\), )?0 ", self._text)
+        return int(test[2]) if test and first and match[1] == "!" else None
+
+    @cached_property
+    def _text(self) -> str:
+        return "".join(self.lines)
 
     def _shortest(self, start: int, end: int) -> int:
         """Fewest bundles from `start` to `end`, going only forward."""
@@ -139,16 +194,12 @@ class Schedule:
         return self.granule * sum(map(int, sizes)) if all(size.isdigit() for size in sizes) else None
 
     def _busiest(self, bundles: range) -> str:
-        if not self.slots:
-            return ""
-        full = Counter(
-            {
-                name: sum(self.slots[at][unit] for at in bundles) / self.capacity[unit] / len(bundles)
-                for unit, name in enumerate(self.names)
-            }
-        )
-        name, share = full.most_common(1)[0]
-        return f"{name} {share:.0%}"
+        full = {
+            name: sum(self.slots[at][unit] for at in bundles) / self.capacity[unit] / len(bundles)
+            for unit, name in enumerate(self.names)
+        }
+        name = max(full, key=lambda name: full[name])
+        return f"{name} {full[name]:.0%}"
 
     def operations(self, loop: Loop | None = None) -> Counter[str]:
         """How often each operation stands in `loop`, or in the whole kernel."""
@@ -156,7 +207,11 @@ class Schedule:
         return Counter(found for line in lines for found in OPERATION.findall(line))
 
 
-def parse(text: str, utilization: str = "", *, delay: int, granule: int) -> Schedule:
+def _holds(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+    return outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def parse(text: str, utilization: str, *, delay: int, granule: int) -> Schedule:
     """What `*-final_bundles.txt` says, and with it `*-final_hlo-static-per-bundle-utilization.txt`.
 
     Raises ValueError for a text without bundles, or whose addresses are not 0, 1, 2, ...
@@ -172,8 +227,6 @@ def parse(text: str, utilization: str = "", *, delay: int, granule: int) -> Sche
 
 def _slots(text: str, bundles: int) -> tuple[tuple[str, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Names of the slots, how many a bundle has of each, and how many each bundle fills."""
-    if not text:
-        return (), (), ()
     head, _, body = text.partition("== UTILIZATION:")
     _, names, capacity = head.strip().splitlines()
     rows = tuple(tuple(map(int, line.split())) for line in body.strip().splitlines())

@@ -46,10 +46,10 @@ GENERATIONS = {
     generation.name: generation
     for generation in (
         Generation("v4", "v4:2x2x1", CHIPS["TPU v4"], 1.05e9, cores=2, devices=2, branch_delay=1, granule=512),
-        Generation("v5e", "v5e:1x1", CHIPS["TPU v5e"], 1.5e9, cores=1, devices=1, branch_delay=4, granule=32),
+        Generation("v5e", "v5e:2x2", CHIPS["TPU v5e"], 1.5e9, cores=1, devices=1, branch_delay=4, granule=32),
         Generation("v5p", "v5p:2x2x1", CHIPS["TPU v5p"], 1.75e9, cores=2, devices=1, branch_delay=4, granule=32),
-        Generation("v6e", "v6e:1x1", CHIPS["TPU v6e"], 1.75e9, cores=1, devices=1, branch_delay=4, granule=32),
-        Generation("tpu7x", "tpu7x:2x2x1", CHIPS["TPU7x"], 2.0e9, cores=2, devices=2, branch_delay=6, granule=32),
+        Generation("v6e", "v6e:2x2", CHIPS["TPU v6e"], 1.75e9, cores=1, devices=1, branch_delay=4, granule=32),
+        Generation("tpu7x", "tpu7x:2x2x1", CHIPS["TPU7x"], 2.2e9, cores=2, devices=2, branch_delay=6, granule=32),
     )
 }
 """By name, oldest first."""

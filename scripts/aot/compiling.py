@@ -6,7 +6,7 @@ Needs `libtpu.start` first. Compiles one program at a time: the compiler writes 
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,8 +23,9 @@ from aot import libtpu
 from aot.bundles import Schedule, parse
 from aot.chips import Generation, generation
 
-KERNEL_FILE = re.compile(r"^\d+-(?P<kernel>.+?)-\d+-(?P<label>(?:schedule-analysis_)?final_[\w-]+)\.txt$")
 BUNDLES, SLOTS = "final_bundles", "final_hlo-static-per-bundle-utilization"
+DUMP = re.compile(rf"^\d+-(?P<operation>.+)-\d+-(?P<label>{BUNDLES}|{SLOTS})\.txt$")
+PALLAS_CALL = re.compile(r'%?([\w.-]+) = [^\n]*? custom-call\([^\n]*custom_call_target="tpu_custom_call"')
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,12 @@ def compile_lowered(chip: str, lower: Callable[[], jax.stages.Lowered]) -> Progr
         compiled = lower().compile()
     seconds = time.monotonic() - start
     memory: Any = compiled.memory_analysis()
-    kernels = read_kernels(folder, generation(chip))
+    text = compiled.as_text() or ""
+    kernels = read_kernels(folder, pallas_calls(text), generation(chip))
     _empty(folder)
     return Program(
         chip=generation(chip),
-        text=compiled.as_text() or "",
+        text=text,
         kernels=kernels,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -111,17 +113,26 @@ def compile_lowered(chip: str, lower: Callable[[], jax.stages.Lowered]) -> Progr
     )
 
 
-def read_kernels(folder: Path, chip: Generation) -> dict[str, Schedule]:
-    """Every kernel that the compiler wrote about, by its name."""
-    texts: dict[str, dict[str, str]] = {}
-    for path in sorted(folder.iterdir()):
-        match = KERNEL_FILE.match(path.name)
-        if match and match["kernel"] != "TLP" and not match["kernel"].startswith("<"):
-            texts.setdefault(match["kernel"], {})[match["label"]] = path.read_text()
-    return {
-        name: parse(of[BUNDLES], of.get(SLOTS, ""), delay=chip.branch_delay, granule=chip.granule)
-        for name, of in texts.items()
-    }
+def pallas_calls(text: str) -> list[str]:
+    """Names of the Pallas calls in the text of a compiled program, in its order."""
+    return PALLAS_CALL.findall(text)
+
+
+def read_kernels(folder: Path, names: Sequence[str], chip: Generation) -> dict[str, Schedule]:
+    """What the compiler wrote about the operations of these names. Raises ValueError where it wrote nothing of one."""
+    files: dict[str, dict[str, Path]] = {name: {} for name in names}
+    for path in folder.iterdir():
+        match = DUMP.match(path.name)
+        if match and match["operation"] in files:
+            files[match["operation"]][match["label"]] = path
+    lost = [name for name, of in files.items() if of.keys() != {BUNDLES, SLOTS}]
+    if lost:
+        raise ValueError(f"the compiler wrote no bundles of {lost[0]}; LIBTPU_INIT_ARGS must be set before it starts")
+    return {name: _schedule(of, chip) for name, of in files.items()}
+
+
+def _schedule(files: Mapping[str, Path], chip: Generation) -> Schedule:
+    return parse(files[BUNDLES].read_text(), files[SLOTS].read_text(), delay=chip.branch_delay, granule=chip.granule)
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from aot.kernels import Case
 
 @dataclass(frozen=True)
 class Figures:
-    """One kernel at one shape on one chip. All but `bundles` and `memory_bytes` are of one turn of its main loop.
+    """One kernel at one shape on one chip. What is None is None for a kernel without a loop that waits for memory.
 
-    loop_bundles: bundles of the loop's body; shortest: of the shortest way through it. read_bytes: what it waits
-    for from HBM. dma_cycles: how long memory takes for that. ratio: loop_bundles / dma_cycles, bound by memory where
-    it is at most 1. unit_bundles, unit_bytes: as much as one page takes (of quant_matmul: the whole weight).
+    bundles: of the whole kernel, each counted once. turn_bundles, turn_bytes: what one turn of its main loop issues,
+    and waits for from memory. dma_cycles: how long the memory takes for that. ratio: turn_bundles / dma_cycles.
+    unit_bytes: a page's (of quant_matmul: the weight's); unit_bundles: what the main loop issues for as many bytes.
     """
 
     kernel: str
@@ -22,9 +22,8 @@ class Figures:
     dtype: str
     chip: str
     bundles: int
-    loop_bundles: int | None
-    shortest: int | None
-    read_bytes: int | None
+    turn_bundles: int | None
+    turn_bytes: int | None
     dma_cycles: float | None
     ratio: float | None
     unit_bytes: int
@@ -33,19 +32,25 @@ class Figures:
     memory_bytes: int
     seconds: float
 
+    @property
+    def bound(self) -> str:
+        """What the main loop waits for: the memory, or its own bundles."""
+        if self.ratio is None:
+            return ""
+        return "memory" if self.ratio <= 1 else "bundles"
+
     def line(self) -> str:
         """One line for who tunes a kernel."""
-        if self.loop_bundles is None:
-            return f"{self._head()}: {self.bundles} bundles, no loop"
+        head = f"{self.chip} {self.kernel} [{self.shape}] {self.dtype}: {self.bundles} bundles"
+        if self.turn_bundles is None:
+            return f"{head}, no loop"
+        turn = f"{head}, a turn {self.turn_bundles}"
+        if self.ratio is None or self.unit_bundles is None:
+            return f"{turn}, {self.busiest}, {self.seconds:.1f} s"
         return (
-            f"{self._head()}: {self.bundles} bundles, loop {self.loop_bundles} (shortest {self.shortest}), "
-            f"reads {self.read_bytes or 0:,} B = {self.dma_cycles or 0:.0f} cycles, ratio {self.ratio or 0:.2f}, "
-            f"{self.unit_bundles or 0:.1f} bundles a unit of {self.unit_bytes:,} B; {self.busiest}; "
-            f"{self.seconds:.1f} s"
+            f"{turn}, reads {self.turn_bytes:,} B = {self.dma_cycles:.0f} cycles, ratio {self.ratio:.2f}, "
+            f"{self.unit_bundles:.0f} bundles a unit of {self.unit_bytes:,} B, {self.busiest}, {self.seconds:.1f} s"
         )
-
-    def _head(self) -> str:
-        return f"{self.chip} {self.kernel} [{self.shape}] {self.dtype}"
 
 
 def measure(case: Case, chip: str) -> tuple[Figures, Schedule]:
@@ -57,8 +62,8 @@ def measure(case: Case, chip: str) -> tuple[Figures, Schedule]:
 
 def figures(case: Case, program: Program, schedule: Schedule) -> Figures:
     """The numbers of a compiled case."""
-    loop = main_loop(schedule)
-    read = loop.awaited if loop else None
+    loop = schedule.main
+    bundles, read = loop.turn(copies_at_once(case, loop)) if loop else (None, None)
     cycles = program.chip.dma_cycles(read) if read else None
     return Figures(
         kernel=case.operation,
@@ -66,36 +71,40 @@ def figures(case: Case, program: Program, schedule: Schedule) -> Figures:
         dtype=case.dtype,
         chip=program.chip.name,
         bundles=schedule.bundles,
-        loop_bundles=loop.bundles if loop else None,
-        shortest=loop.least if loop else None,
-        read_bytes=read,
+        turn_bundles=bundles,
+        turn_bytes=read,
         dma_cycles=cycles,
-        ratio=loop.bundles / cycles if loop and cycles else None,
+        ratio=bundles / cycles if bundles and cycles else None,
         unit_bytes=case.unit_bytes,
-        unit_bundles=loop.bundles * case.unit_bytes / read if loop and read else None,
+        unit_bundles=bundles * case.unit_bytes / read if bundles and read else None,
         busiest=loop.busiest if loop else "",
         memory_bytes=program.bytes,
         seconds=program.seconds,
     )
 
 
-def main_loop(schedule: Schedule) -> Loop | None:
-    """The innermost of the loops that wait for memory, else of all: the one that a page or a block goes through."""
-    waiting = [loop for loop in schedule.loops if loop.awaited != 0]
-    return max(waiting, key=lambda loop: (loop.depth, loop.bundles), default=schedule.steady)
-
-
-def _bytes(loop: Loop, chip: Generation) -> str:
-    if loop.awaited is None:
-        return "as many bytes as it computes"
-    return f"{loop.awaited:,} B ({chip.dma_cycles(loop.awaited):.0f} cycles)"
+def copies_at_once(case: Case, loop: Loop) -> int:
+    """How often a loop of copies in `loop` runs where the code does not say: until what it fetches to is full."""
+    of_one = sum(inner.awaited or 0 for inner in loop.inner if not inner.vector and inner.trips is None)
+    return max(1, round(case.fetched_bytes() / of_one)) if of_one else 1
 
 
 def loop_lines(schedule: Schedule, chip: Generation) -> list[str]:
-    """All loops of a kernel, indented by depth."""
-    return [
-        f"{'  ' * loop.depth}loop {loop.start:#x}-{loop.end:#x}: {loop.bundles} bundles, {loop.own} of its own, "
-        f"shortest {loop.least}, waits for {_bytes(loop, chip)}, "
-        f"starts {len(loop.started)} copies, {loop.busiest}"
-        for loop in schedule.loops
-    ]
+    """All loops of a kernel, indented by depth; the main one is marked."""
+    main = schedule.main
+    return [f"{'  ' * loop.depth}{'*' if loop is main else ' '} {_loop_line(loop, chip)}" for loop in schedule.loops]
+
+
+def _loop_line(loop: Loop, chip: Generation) -> str:
+    trips = f"{loop.trips} times " if loop.trips else ""
+    line = (
+        f"{loop.start:#x}-{loop.end:#x}: {trips}{loop.bundles} bundles, {loop.own} of its own, "
+        f"the shortest way {loop.shortest}, {loop.busiest}"
+    )
+    if loop.started:
+        line += f", starts {loop.started} copies"
+    if loop.awaited is None:
+        return f"{line}, waits for as many bytes as it computes"
+    if loop.awaited:
+        return f"{line}, waits for {loop.awaited:,} B ({chip.dma_cycles(loop.awaited):.0f} cycles)"
+    return line

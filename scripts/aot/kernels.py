@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import jax
@@ -32,6 +33,31 @@ class Case:
     def jitted(self) -> Any:
         """The kernel as the engine's steps call it."""
         return jax.jit(lambda *args: self.function(*args, **self.static), donate_argnums=self.donated)
+
+    def fetched_bytes(self) -> int:
+        """Bytes that the kernel's first scratch holds at once: it has two rooms, one of which fills as one is read.
+
+        As VMEM holds them: the last axis in multiples of 128, the one before in whole tiles of 32 bytes. 0 where the
+        kernel has no scratch.
+        """
+        (call,) = _pallas_calls(jax.make_jaxpr(self.jitted())(*self.args).jaxpr)
+        scratch = call.params["grid_mapping"].scratch_avals
+        if not scratch or getattr(scratch[0], "ndim", 0) < 2:
+            return 0
+        *outer, rows, lanes = scratch[0].shape
+        size = scratch[0].dtype.itemsize
+        tile = 32 // size
+        return prod(outer) // 2 * (-(-rows // tile) * tile) * (-(-lanes // 128) * 128) * size
+
+
+def _pallas_calls(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation
+        else:
+            for value in equation.params.values():
+                if hasattr(value, "jaxpr"):
+                    yield from _pallas_calls(value.jaxpr)
 
 
 def cases(operation: str, dtypes: tuple[str, ...] = DTYPES, shapes: str = "") -> Iterator[Case]:
