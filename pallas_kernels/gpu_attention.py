@@ -1,0 +1,273 @@
+"""A tile of 64 query rows over pages, for Hopper (Mosaic GPU): what decode and prefill attention share.
+
+One warpgroup owns a tile. Keys and values come 64 at a time by TMA into a ring in shared memory, both products run on
+tensor cores (wgmma: bfloat16 in, float32 out), and the softmax between them is online (arXiv 2205.14135) and float32.
+No register layout is named: Mosaic GPU infers them.
+
+Knows nothing of grids: which rows fill a tile and what each of them sees is the caller's to say.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
+
+from pallas_kernels.arrays import Int8Pages, Pages
+from pallas_kernels.pages import page_shape
+
+ROWS = 64
+"""Query rows of a tile: what one wgmma takes."""
+KEYS = 64
+"""Keys of a block. Every page size fills it evenly, or is filled by it; and the ring of a head of 256 still fits."""
+ROOM = 110 * 1024
+"""Bytes of shared memory that a tile takes if it can: with two on an SM, one computes while the other waits."""
+COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+"""exp by the hardware's exp2 (off by 2^-22). The semantics that infer layouts; the default of JAX 0.10 is another."""
+LOWEST = -1e30
+"""No peak is lower. A score that a row may not see is twice as low, so that its weight is 0 whatever the peak."""
+
+Scalar = Int32[Array, ""]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of a call while it is traced."""
+
+    heads: int
+    group: int
+    page_size: int
+    head_dim: int
+    window: int | None
+    scale: float
+    softcap: float | None
+    interpret: Any
+
+    @property
+    def piece(self) -> int:
+        """Keys that one copy brings: a page, or `KEYS` of its keys."""
+        return min(self.page_size, KEYS)
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of a line of a swizzled tile: the most that a head is a multiple of."""
+        return next(width for width in (128, 64, 32) if self.head_dim % (width // 2) == 0)
+
+    @property
+    def stages(self) -> int:
+        """Blocks of the ring: 2 to 4, as many as `ROOM` holds beside queries and weights."""
+        line = 2 * self.head_dim
+        return max(2, min(4, (ROOM - ROWS * line - 2 * ROWS * KEYS) // (2 * KEYS * line)))
+
+    def scratch(self) -> list[Any]:
+        """What `Rooms` is made of."""
+        arrivals = KEYS // self.piece
+        return [
+            self._shared(ROWS, self.head_dim),
+            self._shared(self.stages, KEYS, self.head_dim),
+            self._shared(self.stages, KEYS, self.head_dim),
+            self._shared(ROWS, KEYS),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.stages),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.stages),
+        ]
+
+    def _shared(self, *shape: int) -> Any:
+        """Shared memory of bfloat16 in the layout that both TMA and wgmma understand."""
+        tile = plgpu.TilingTransform((8, self.swizzle // 2)), plgpu.SwizzleTransform(self.swizzle)
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=tile)
+
+
+class Rooms(NamedTuple):
+    """Shared memory of a tile, and the barriers that tell when it is filled."""
+
+    queries: Any
+    """[ROWS, c]; the result goes where they were."""
+    keys: Any
+    """[stages, KEYS, c]; so the values."""
+    values: Any
+    weights: Any
+    """[ROWS, KEYS]. wgmma would take them from registers, but JAX 0.10 interprets it only from shared memory."""
+    queries_here: Any
+    keys_here: Any
+    values_here: Any
+
+
+class Source(NamedTuple):
+    """A row's pages of one key head."""
+
+    lines: Any
+    """The pool [n * 2 * k * b, c]."""
+    page_table: Any
+    row: Scalar
+    head: Scalar
+
+
+class Span(NamedTuple):
+    """Keys that some row of a tile sees, begin <= key < end, and the blocks to walk over, first <= block < last."""
+
+    begin: Scalar
+    end: Scalar
+    first: Scalar
+    last: Scalar
+
+
+class Softmax(NamedTuple):
+    """Of each row so far: the weighted sum of values, the highest score, the sum of weights."""
+
+    mixed: Float32[Array, "rows c"]
+    peak: Float32[Array, " rows"]
+    total: Float32[Array, " rows"]
+
+
+Owners = tuple[Scalar, ...]
+"""The page of each piece of a block."""
+
+
+def open_pool(queries: Float[Array, "*any k g c"], pages: Pages) -> tuple[int, int, int, BFloat16[Array, "lines c"]]:
+    """Heads k, page size b, head size c, and the pool as one matrix.
+
+    TMA counts at most five dimensions, and two of them are the swizzled tile's. Raises NotImplementedError, with the
+    reason, for queries and pages that the kernels cannot do.
+    """
+    if isinstance(pages, Int8Pages):
+        raise NotImplementedError("pages are int8; expected bfloat16")
+    n, planes, k, b, c = page_shape(pages)
+    if pages.dtype != jnp.bfloat16 or queries.dtype != jnp.bfloat16:
+        dtypes = f"queries are {queries.dtype} and pages {pages.dtype}"
+        raise NotImplementedError(f"{dtypes}; expected bfloat16, to which tensor cores would round them")
+    if planes != 2:
+        raise NotImplementedError(f"pages have {planes} plane; expected 2, keys and values")
+    if c % 16 or c > 256:
+        raise NotImplementedError(f"heads of {c}; expected a multiple of 16 up to 256, as wgmma has it")
+    if b % 8 or max(b, KEYS) % min(b, KEYS):
+        raise NotImplementedError(f"pages of {b} tokens; expected 8, 16, 32 or a multiple of {KEYS}")
+    if n * planes * k * b >= 2**31:
+        raise NotImplementedError(f"a pool of {n * planes * k * b} lines; they are counted in int32")
+    if jax.default_backend() == "gpu" and (has := jax.devices()[0].compute_capability) != "9.0":
+        raise NotImplementedError(f"a GPU of compute capability {has}; wgmma is Hopper's (9.0) alone")
+    return k, b, c, pages.reshape(-1, c)
+
+
+def attend(
+    call: Call,
+    rooms: Rooms,
+    source: Source,
+    span: Span,
+    state: Softmax,
+    seen: Callable[[Int32[Array, "rows keys"]], Bool[Array, "rows keys"]],
+) -> Softmax:
+    """`state`, and what the tile in `rooms.queries` sees of `span`.
+
+    seen: which of the keys at these positions each row sees; it is asked for all keys of a block, the span's or not.
+    """
+    ahead = call.stages - 1
+    owners = _owners(call, source, span, span.first)
+    for block in range(ahead):
+        pl.when(span.first + block < span.last)(partial(_bring, call, rooms, source, owners, span, span.first + block))
+        owners = _owners(call, source, span, span.first + block + 1)
+
+    def turn(block: Scalar, carry: tuple[Owners, Softmax]) -> tuple[Owners, Softmax]:
+        owners, state = carry
+        pl.when(block + ahead < span.last)(partial(_bring, call, rooms, source, owners, span, block + ahead))
+        owners = _owners(call, source, span, block + ahead + 1)  # a turn early: nobody waits for the table
+        stage = _stage(call, span, block)
+        plgpu.barrier_wait(rooms.keys_here.at[stage])
+        scores = _dot_keys(call, rooms.queries, rooms.keys.at[stage])
+        key = block * KEYS + lax.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1)
+        peak, fade, weights = _weigh(jnp.where(seen(key), _capped(call, scores), 2 * LOWEST), state.peak)
+        rooms.weights[...] = weights.astype(jnp.bfloat16)
+        plgpu.barrier_wait(rooms.values_here.at[stage])
+        _silence(rooms.values, stage, block, span)
+        plgpu.commit_smem()
+        mixed = _dot(rooms.weights, rooms.values.at[stage], (ROWS, call.head_dim))
+        mixed += state.mixed * _across(fade, mixed.shape)
+        return owners, Softmax(mixed, peak, state.total * fade + jnp.sum(weights, axis=1))
+
+    return lax.fori_loop(span.first, span.last, turn, (owners, state))[1]
+
+
+def nothing(head_dim: int) -> Softmax:
+    """A softmax over no keys."""
+    flat = jnp.zeros((ROWS,), jnp.float32)
+    return Softmax(jnp.zeros((ROWS, head_dim), jnp.float32), flat + LOWEST, flat)
+
+
+def average(state: Softmax) -> Float32[Array, "rows c"]:
+    """The weighted mean of the values; 0 where nothing was met."""
+    share = 1.0 / jnp.where(state.total == 0.0, 1.0, state.total)
+    return state.mixed * _across(share, state.mixed.shape)
+
+
+def _owners(call: Call, source: Source, span: Span, block: Scalar) -> Owners:
+    """Of pieces outside of the span, the nearest page in it: the table says nothing of them."""
+    low, high = lax.div(span.begin, call.page_size), lax.div(span.end - 1, call.page_size)
+    places = (lax.div(block * KEYS + offset, call.page_size) for offset in range(0, KEYS, call.piece))
+    return tuple(source.page_table[source.row, jnp.clip(place, low, high)] for place in places)
+
+
+def _bring(call: Call, rooms: Rooms, source: Source, owners: Owners, span: Span, block: Scalar) -> None:
+    """Start the copies of a block's keys and values into its stage of the ring."""
+    stage = _stage(call, span, block)
+    inside = lax.rem(block * KEYS, call.page_size)  # 0 but for pages of more than a block
+    for i, page in enumerate(owners):
+        for plane, room, here in ((0, rooms.keys, rooms.keys_here), (1, rooms.values, rooms.values_here)):
+            line = ((page * 2 + plane) * call.heads + source.head) * call.page_size + (inside if i == 0 else 0)
+            piece = source.lines.at[pl.ds(pl.multiple_of(line, 8), call.piece)]
+            plgpu.copy_gmem_to_smem(piece, room.at[stage, pl.ds(i * call.piece, call.piece)], here.at[stage])
+
+
+def _stage(call: Call, span: Span, block: Scalar) -> Scalar:
+    return lax.rem(block - span.first, call.stages)
+
+
+def _capped(call: Call, products: Float32[Array, "rows keys"]) -> Float32[Array, "rows keys"]:
+    """Scores. tanh goes by way of exp: the hardware's own is off by 2^-11, which a cap of 50 makes 0.02 of a logit."""
+    if call.softcap is None:
+        return products * call.scale
+    return call.softcap - 2.0 * call.softcap / (jnp.exp(products * (2.0 * call.scale / call.softcap)) + 1.0)
+
+
+def _weigh(
+    scores: Float32[Array, "rows keys"], peak: Float32[Array, " rows"]
+) -> tuple[Float32[Array, " rows"], Float32[Array, " rows"], Float32[Array, "rows keys"]]:
+    """The new peak, what sums under the old one are to be multiplied by, and the scores' weights."""
+    higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+    return higher, jnp.exp(peak - higher), jnp.exp(scores - _across(higher, scores.shape))
+
+
+def _silence(values: Any, stage: Scalar, block: Scalar, span: Span) -> None:
+    """Zero the values of a block that lie outside of the span: they may be NaN, and 0 times NaN is NaN."""
+
+    @pl.when((block * KEYS < span.begin) | ((block + 1) * KEYS > span.end))
+    def _() -> None:
+        whole = values[stage]
+        key = block * KEYS + lax.broadcasted_iota(jnp.int32, whole.shape, 0)
+        values[stage] = jnp.where((key >= span.begin) & (key < span.end), whole, jnp.zeros_like(whole))
+
+
+def _across(column: Float32[Array, " rows"], shape: tuple[int, ...]) -> Float32[Array, "rows any"]:
+    return lax.broadcast_in_dim(column, shape, [0])
+
+
+def _dot_keys(call: Call, queries: Any, keys: Any) -> Float32[Array, "rows keys"]:
+    """queries @ keys.T"""
+    if call.interpret and not hasattr(plgpu, "InterpretGPUParams"):  # JAX 0.10 cannot interpret a transposed operand
+        return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+    return _dot(queries, keys.transpose((1, 0)), (ROWS, KEYS))
+
+
+def _dot(a: Any, b: Any, shape: tuple[int, int]) -> Float32[Array, "rows any"]:
+    """a @ b, both in shared memory."""
+
+    def multiply(product: Any) -> Array:
+        plgpu.wgmma(product, a, b)
+        return product[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
