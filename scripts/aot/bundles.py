@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 BUNDLE = re.compile(r"^ *(?:0x)?([0-9a-f]+) +(?:[A-Z]{2})? *: *(>*) *\{", re.MULTILINE)
 REGION = re.compile(r"Start(?:/End empty)? region (\d+)\b")
@@ -23,6 +24,19 @@ OPERATION = re.compile(r"= ([a-z][\w.]*)")
 STARTED = re.compile(r"= dma\.([a-z]+_to_[a-z]+)")
 AWAITED = re.compile(r"= dma\.done\.wait (?:\([^)]*\), )?[^,]*, ([%\w]+)")
 VECTOR_SLOTS = frozenset({"MXU", "MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VSTORE"})  # a wait fills VLOAD
+SCALAR = re.compile(
+    r"(%[sp]\d+)_\w+ = (scmp\.ge|sadd\.s32|sphi|smov)[\w.]* (?:\([^),]*\), )?((?:%?\w+, )*%?\w+) ", re.MULTILINE
+)
+
+
+class Scalar(NamedTuple):
+    """How a scalar is computed."""
+
+    kind: str
+    operands: tuple[str, ...]
+
+
+NOTHING = Scalar("", ("",))
 
 
 @dataclass(frozen=True)
@@ -164,21 +178,24 @@ class Schedule:
         )
 
     def _trips(self, branch: int) -> int | None:
-        """How often the loop that `branch` closes runs: of `i = 0; do { ...; i += 1 } while (!(i >= trips))`."""
-        match = BRANCH.search(self.lines[branch])
-        if not match or not match[2]:
+        """How often the loop that `branch` closes runs: of `i = 0; do { ...; i = 1 + i } while (!(i >= trips))`."""
+        closing = BRANCH.search(self.lines[branch])
+        if not closing or closing[1] != "!":
             return None
-        test = re.search(
-            rf"{match[2]}_p\d+ = scmp\.ge\.s32\.totalorder (?:\([^),]*\), )?(%s\d+)_\w+, (\d+) ", self._text
-        )
-        step = test and re.search(rf"{test[1]}_\w+ = sadd\.s32 (?:\([^),]*\), )?1, (%s\d+)_", self._text)
-        last = step and re.search(rf"{step[1]}_\w+ = sphi (%s\d+)_\w+, {test[1]}_", self._text)
-        first = last and re.search(rf"{last[1]}_\w+ = smov(?:\.u32)? (?:\([^),]*\), )?0 ", self._text)
-        return int(test[2]) if test and first and match[1] == "!" else None
+        test = self._definitions.get(closing[2], NOTHING)
+        step = self._definitions.get(test.operands[0], NOTHING)
+        last = self._definitions.get(step.operands[-1], NOTHING)
+        first = self._definitions.get(last.operands[0], NOTHING)
+        counts = (test.kind, step.kind, last.kind, first.kind) == ("scmp.ge", "sadd.s32", "sphi", "smov")
+        if not counts or step.operands[0] != "1" or first.operands != ("0",) or not test.operands[1].isdigit():
+            return None
+        return int(test.operands[1])
 
     @cached_property
-    def _text(self) -> str:
-        return "".join(self.lines)
+    def _definitions(self) -> dict[str, "Scalar"]:
+        """Scalars and predicates by the number that names each."""
+        found = SCALAR.finditer("".join(self.lines))
+        return {name[1]: Scalar(name[2], tuple(re.findall(r"%[sp]\d+|\b\d+\b", name[3]))) for name in found}
 
     def _shortest(self, start: int, end: int) -> int:
         """Fewest bundles from `start` to `end`, going only forward."""
