@@ -17,8 +17,11 @@ from pallas_kernels.paged_decode_attention import reference as decode_reference
 from pallas_kernels.paged_decode_attention import xla as decode_xla
 from pallas_kernels.paged_prefill_attention import reference as prefill_reference
 from pallas_kernels.paged_prefill_attention import xla as prefill_xla
+from pallas_kernels.quant_matmul import reference as quant_matmul_reference
+from pallas_kernels.quant_matmul import xla as quant_matmul_xla
+from pallas_kernels.quant_matmul import xla_cpu as quant_matmul_xla_cpu
 
-Operation = Literal["paged_decode_attention", "paged_prefill_attention", "kv_write"]
+Operation = Literal["paged_decode_attention", "paged_prefill_attention", "kv_write", "quant_matmul"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 Form = Callable[..., Any]
 
@@ -46,6 +49,11 @@ FORMS: dict[Operation, tuple[Entry, ...]] = {
     "kv_write": (
         Entry("xla", kv_write_xla.kv_write),
         Entry("reference", kv_write_reference.kv_write),
+    ),
+    "quant_matmul": (
+        Entry("xla_cpu", quant_matmul_xla_cpu.quant_matmul, ("cpu",)),
+        Entry("xla", quant_matmul_xla.quant_matmul, ("gpu", "tpu")),
+        Entry("reference", quant_matmul_reference.quant_matmul),
     ),
 }
 """Best first. The reference comes last in every list: it runs everywhere, so the default always works."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxinfer.config import CacheConfig, DTypeName, EngineConfig, KVDTypeName, MeshConfig, QuantizeName
-from jaxinfer.errors import BadSamplingParam
+from jaxinfer.errors import BadSamplingParam, ConfigError
 from jaxinfer.request import Sampling, SamplingParams
 
 Ref = Annotated[
@@ -130,6 +130,13 @@ def _bias(entry: str) -> tuple[int, float]:
         raise BadSamplingParam(f"--logit-bias is {entry!r}; expected ID=BIAS, such as 198=-100") from None
 
 
+def _kernel(entry: str) -> tuple[str, str]:
+    operation, _, form = entry.partition("=")
+    if not (operation and form):
+        raise ConfigError(f"--kernel is {entry!r}; expected OPERATION=FORM, such as kv_write=xla")
+    return operation, form
+
+
 def engine_config(
     slots: Annotated[
         int, typer.Option(help="Sequences decoded together; generate and chat take as many as they can use.")
@@ -152,6 +159,13 @@ def engine_config(
         float, typer.Option(help="Share of the memory that the pool takes.")
     ] = _E.cache.memory_fraction,
     tensor: Annotated[int, typer.Option(help="Devices that share the model.")] = _E.mesh.tensor,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPERATION=FORM",
+            help="A form to run instead of the default, such as kv_write=xla; may be repeated.",
+        ),
+    ] = None,
 ) -> EngineConfig:
     """What the engine holds. Raises ConfigError."""
     return EngineConfig(
@@ -163,6 +177,7 @@ def engine_config(
         quantize=quantize,
         deterministic=deterministic,
         prefix_cache=prefix_cache,
+        kernels=tuple(_kernel(entry) for entry in kernel or ()),
         cache=CacheConfig(page_size=page_size, pages=pages, memory_fraction=memory_fraction, dtype=kv_dtype),
         mesh=MeshConfig(tensor=tensor),
     )

@@ -50,7 +50,8 @@ class EngineConfig:
     tokens of one prefill call. queue: requests that may wait. dtype: of weights and cache (None: float32 on CPU,
     bfloat16 elsewhere). quantize: what the large matrices become instead (None: what they are). deterministic: one
     decode bucket and chunks at multiples of `chunk`, so that results are bitwise equal whatever the neighbours.
-    prefix_cache: share full pages between equal prompts.
+    prefix_cache: share full pages between equal prompts. kernels: pairs of an operation and the form of it to run
+    instead of the platform's default, as `pallas_kernels.dispatch` names them.
     """
 
     slots: int = 32
@@ -61,6 +62,7 @@ class EngineConfig:
     quantize: QuantizeName | None = None
     deterministic: bool = False
     prefix_cache: bool = True
+    kernels: tuple[tuple[str, str], ...] = ()
     cache: CacheConfig = field(default_factory=CacheConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
 

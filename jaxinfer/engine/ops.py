@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxinfer.arrays import Keys, Pages, Queries, Values
 from jaxinfer.engine import grouped, quantised_products
 from jaxinfer.engine.heads import split_attention, split_write
-from jaxinfer.model.ops import TokenBatch
+from jaxinfer.model.ops import HIGHEST, TokenBatch
 from jaxinfer.model.quantised import Quantised, Weight
 from pallas_kernels.dispatch import OPERATIONS, Choice, choose
 
@@ -62,11 +62,21 @@ class PagedOps:
         self._platform = platform or jax.default_backend()
         self._choices = {name: choose(name, forms.get(name), self._platform) for name in OPERATIONS}
         self._mesh = mesh if mesh is not None and mesh.size > 1 else None
+        if "quant_matmul" in forms and self._split_weights:
+            raise ValueError("quant_matmul has no choice where weights lie over several devices; expected none of it")
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """What ran of each operation; before a step was traced, what is tried first."""
-        return tuple(Kernel(name, *what) for name, choice in self._choices.items() for what in choice.report)
+        reports = {name: choice.report for name, choice in self._choices.items()}
+        if self._split_weights:
+            reports["quant_matmul"] = (("xla", "the compiler splits products with weights over several devices"),)
+        return tuple(Kernel(name, *what) for name, report in reports.items() for what in report)
+
+    @property
+    def _split_weights(self) -> bool:
+        """Whether products are left to the compiler, which splits them; on CPU it splits our form."""
+        return self._mesh is not None and self._platform != "cpu"
 
     @property
     def why(self) -> str:
@@ -115,13 +125,22 @@ class PagedOps:
         more than the product. Elsewhere the axes stay, so that a weight sharded on an inner one needs no gather.
         """
         if isinstance(weight, Quantised):
-            return quantised_products.matmul(x, weight, axes=axes, dtype=dtype, cpu=self._platform == "cpu")
+            return self._quantised_matmul(x, weight, axes, dtype)
         kept, out = x.shape[:-axes], weight.shape[:-axes]
         if self._platform == "cpu":
             inner = prod(x.shape[-axes:])
             return _flat_matmul(x.reshape(-1, inner), weight.reshape(-1, inner), dtype).reshape(*kept, *out)
         dims = tuple(range(x.ndim - axes, x.ndim)), tuple(range(weight.ndim - axes, weight.ndim))
-        return jax.lax.dot_general(x, weight, (dims, ((), ())), preferred_element_type=dtype)
+        return jax.lax.dot_general(x, weight, (dims, ((), ())), HIGHEST, dtype)
+
+    def _quantised_matmul(
+        self, x: Float[Array, "..."], weight: Quantised, axes: int, dtype: Any
+    ) -> Float[Array, "..."]:
+        """By the kernel where it takes the weight as it lies: on CPU, else on one device and over one axis."""
+        if self._platform == "cpu" or (axes == 1 and not self._split_weights):
+            form = self._choices["quant_matmul"]
+            return quantised_products.matmul(x, weight, axes=axes, dtype=dtype, form=form)
+        return quantised_products.matmul_in_all_axes(x, weight, axes=axes, dtype=dtype)
 
     def grouped_matmul(
         self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"] | Quantised, sizes: Int32[Array, " e"]

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
 from jaxinfer.engine.cache import cache_dtype, pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
-from jaxinfer.engine.ops import PagedOps
+from jaxinfer.engine.ops import Kernel, PagedOps
 from jaxinfer.engine.sharding import make_mesh, param_shardings, replicated
 from jaxinfer.engine.state import EngineState, make_state, state_shardings
 from jaxinfer.engine.steps import Program, decode_step, prefill_step, seat_step
@@ -86,7 +87,7 @@ class EngineRunner:
         )
         layout = Layout(0, pages_per_sequence(limits.page_size, context), limits.slots, limits.vocab_size)
         shardings = state_shardings(config, mesh)
-        program = Program(Transformer(config, dtype), PagedOps(), layout, shardings, replicated(mesh))
+        program = Program(Transformer(config, dtype), _ops(engine, mesh), layout, shardings, replicated(mesh))
         state = make_state(
             config,
             pages=limits.pages,
@@ -114,6 +115,11 @@ class EngineRunner:
         return bytes_per_weight(self._params)
 
     @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Which form of each operation the steps run, and why; settled once they are compiled."""
+        return self._program.ops.kernels
+
+    @property
     def compilations(self) -> Counter[str]:
         """Executables made in this process since `build`, by phase: warmup (until `warm_up` returned), serving."""
         now, warm = compile_counter().count, self._warm_count
@@ -123,11 +129,20 @@ class EngineRunner:
     # ---- compiling ---------------------------------------------------------------------------------------------------
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every executable that serving can need, and run each once."""
+        """Compile every executable that serving can need, and run each once.
+
+        Raises ConfigError where a kernel that was asked for by name cannot do what this model needs.
+        """
         jobs = {("seat", 0): self._lower_seat}
         jobs |= {("prefill", t): lambda t=t: self._lower_prefill(t) for t in self._engine.prefill_buckets}
         jobs |= {("decode", s): lambda s=s: self._lower_decode(s) for s in self._engine.decode_buckets}
-        self._steps = compile_all(jobs, progress)
+        try:
+            self._steps = compile_all(jobs, progress)
+        except NotImplementedError as refusal:  # the default has a form that can do anything
+            named = ", ".join("=".join(pair) for pair in self._engine.kernels)
+            raise ConfigError(
+                f"a kernel asked for ({named}) cannot do this: {refusal}; leave it to the default"
+            ) from None
         for done, (kind, bucket) in enumerate(self._steps, 1):
             self._run_on_nothing(kind, bucket)
             if progress:
@@ -211,6 +226,13 @@ class EngineRunner:
         packed = pack_decodes(rows, self._program.layout, bucket)
         self._state, output = self._step("decode", bucket)(self._params, self._state, packed)
         return output
+
+
+def _ops(engine: EngineConfig, mesh: Mesh) -> PagedOps:
+    try:
+        return PagedOps(dict(engine.kernels), mesh=mesh)
+    except ValueError as error:
+        raise ConfigError(f"kernels: {error}") from None
 
 
 def in_bytes(params: Any) -> Any:

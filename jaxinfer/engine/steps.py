@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int32
 
 from jaxinfer.arrays import RowInt, Tokens
 from jaxinfer.engine.batches import Layout, Rows, StepRows, unpack
+from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sampling import Packed, sample
 from jaxinfer.engine.state import EngineState, HistoryRow, record, seat
-from jaxinfer.model.ops import Ops, TokenBatch
+from jaxinfer.model.ops import TokenBatch
 from jaxinfer.model.transformer import Transformer
 from jaxinfer.request import MAX_LOGPROBS
 
@@ -31,7 +32,7 @@ class Program:
     """
 
     model: Transformer
-    ops: Ops
+    ops: PagedOps
     layout: Layout
     shardings: Any
     whole: NamedSharding

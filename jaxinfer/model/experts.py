@@ -16,9 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxinfer.arrays import Hidden
 from jaxinfer.config import ExpertsConfig, ModelConfig
 from jaxinfer.model.layers import ACTIVATIONS, MLP, bias, weight
-from jaxinfer.model.ops import Ops
-
-HIGHEST = jax.lax.Precision.HIGHEST
+from jaxinfer.model.ops import HIGHEST, Ops
 
 
 class Experts(nn.Module):

@@ -15,7 +15,7 @@ from jaxinfer.arrays import Hidden, Keys, Pages, Queries, RowInt
 from jaxinfer.config import LatentConfig, ModelConfig
 from jaxinfer.model.attention import pick_phases
 from jaxinfer.model.layers import norm_weight, rms_norm, weight
-from jaxinfer.model.ops import Ops, TokenBatch, pick
+from jaxinfer.model.ops import HIGHEST, Ops, TokenBatch, pick
 from jaxinfer.model.rope import Phases, rotate
 
 
@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         )
         axes, shape = ("heads", "head", "latent"), (config.heads, latent.value_dim, latent.rank)
         value_up = weight(self, "value_up", axes, shape, self.dtype)
-        values = jnp.einsum("sthr,hvr->sthv", mixed[:, :, 0, :, : latent.rank], value_up)
+        values = jnp.einsum("sthr,hvr->sthv", mixed[:, :, 0, :, : latent.rank], value_up, precision=HIGHEST)
         out = weight(self, "out", ("width", "heads", "head"), (config.width, *shape[:2]), self.dtype)
         return ops.matmul(values, out, axes=2), pages
 
@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
         content, turning = jnp.split(self._project(x, ops), [latent.content_dim], axis=-1)
         axes, shape = ("heads", "head", "latent"), (config.heads, latent.content_dim, latent.rank)
         key_up = weight(self, "key_up", axes, shape, self.dtype)
-        content = jnp.einsum("sthn,hnr->sthr", content, key_up)
+        content = jnp.einsum("sthn,hnr->sthr", content, key_up, precision=HIGHEST)
         turning = turning if phases is None else rotate(turning, phases)
         return jnp.concatenate([content, turning], axis=-1)[:, :, None]
 

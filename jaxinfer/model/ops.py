@@ -6,11 +6,15 @@ them.
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxinfer.arrays import Keys, Lengths, Pages, PageTable, Positions, Queries, RowInt, Tokens, Values
 from jaxinfer.model.quantised import Quantised, Weight
+
+HIGHEST = jax.lax.Precision.HIGHEST
+"""Asked of every product: otherwise a TPU multiplies float32 as bfloat16 and a GPU as TF32. bfloat16 pays nothing."""
 
 
 class TokenBatch(NamedTuple):

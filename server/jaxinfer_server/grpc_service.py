@@ -156,6 +156,10 @@ class InferenceService(rpc.InferenceServicer):
             pages=limits.pages,
             page_size=limits.page_size,
             recommended_sampling=sampling_to_wire(assembly.sampling),
+            dtype=assembly.engine.dtype,
+            weights=assembly.runner.weights,
+            cache_dtype=assembly.engine.cache.dtype or assembly.engine.dtype,
+            kernels=[pb.Kernel(**kernel._asdict()) for kernel in assembly.runner.kernels],
         )
 
     async def _capabilities(self, request: pb.GetCapabilitiesRequest) -> pb.GetCapabilitiesResponse:

@@ -143,8 +143,8 @@ def serve(
 
     The first signal drains: running requests finish within `options.grace` seconds. A second one ends everything at
     once. `model` is a reference, loaded with `engine` and `sampling`, or a function that makes the Assembly. `say` gets
-    a line when the port is bound, when requests are taken, and when the server drains. Raises CheckpointError or
-    ConfigError.
+    a line when the port is bound, for each kernel that was chosen, when requests are taken, and when the server drains.
+    Raises CheckpointError or ConfigError.
     """
     load = partial(assemble, model, engine, progress=progress, sampling=sampling) if isinstance(model, str) else model
     return asyncio.run(_serve(load, options, say))
@@ -159,6 +159,8 @@ async def _serve(load: Callable[[], Assembly], options: ServeOptions, say: Calla
         if assembly is None:
             return 0
         await server.open(assembly)
+        for kernel in assembly.runner.kernels:
+            say(f"kernel {kernel.operation}: {kernel.form}, {kernel.why}")
         say(f"ready: {assembly.name}")
         await signals.first.wait()
         say(f"draining: {server.bridge.open_streams if server.bridge else 0} requests are running")

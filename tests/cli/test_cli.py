@@ -16,7 +16,7 @@ from jaxinfer.batch.job import Summary
 from jaxinfer.checkpoint.generation import Generation
 from jaxinfer.cli import app, generate
 from jaxinfer.cli.flags import engine_config, sampling_params
-from jaxinfer.errors import BadSamplingParam, Unavailable
+from jaxinfer.errors import BadSamplingParam, ConfigError, Unavailable
 
 RECOMMENDED = {"temperature": 0.5, "top_k": 7}
 COMMANDS = ("generate", "chat", "serve", "batch", "convert", "plan", "bench", "eval", "doctor")
@@ -233,10 +233,13 @@ def test_every_engine_setting_has_a_flag_that_sets_it():
     own = {"slots": 2, "context": 64, "chunk": 16, "queue": 3, "dtype": "bfloat16", "deterministic": True}
     own |= {"quantize": "int4"}
     cache = {"page_size": 16, "pages": 5, "memory_fraction": 0.5}
-    made = engine_config(**own, **cache, kv_dtype="int8", prefix_cache=False, tensor=2)
+    made = engine_config(**own, **cache, kv_dtype="int8", prefix_cache=False, tensor=2, kernel=["kv_write=xla"])
     cache |= {"dtype": "int8"}
+    own["kernels"] = (("kv_write", "xla"),)
     assert made == EngineConfig(**own, prefix_cache=False, cache=CacheConfig(**cache), mesh=MeshConfig(tensor=2))
     assert {*own, "prefix_cache", "cache", "mesh"} == {field.name for field in dataclasses.fields(EngineConfig)}
     assert set(cache) == {field.name for field in dataclasses.fields(CacheConfig)}
     assert {field.name for field in dataclasses.fields(MeshConfig)} == {"tensor"}
     assert engine_config() == EngineConfig()
+    with pytest.raises(ConfigError, match=r"'kv_write'.*OPERATION=FORM"):
+        engine_config(kernel=["kv_write"])

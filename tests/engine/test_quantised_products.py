@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.config import MeshConfig
 from jaxinfer.engine.ops import PagedOps
+from jaxinfer.engine.sharding import make_mesh
 from jaxinfer.model.quantised import Quantised
 from pallas_kernels.dispatch import OPERATIONS
 
 CPU = PagedOps()
-OTHER = PagedOps(dict.fromkeys(OPERATIONS, "reference"), platform="tpu")
+OTHER = PagedOps(dict.fromkeys(OPERATIONS, "reference") | {"quant_matmul": "xla"}, platform="tpu")
 RNG = np.random.default_rng(3)
 
 
@@ -84,3 +86,14 @@ def test_one_row_makes_no_decoded_weight_in_memory(bits: int):
     memory = step.memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 4 * 1024 * 1024 / 2
+
+
+def test_weights_over_several_devices_are_left_to_the_compiler():
+    mesh = make_mesh(MeshConfig(tensor=2))
+    split = PagedOps({"kv_write": "reference"}, platform="tpu", mesh=mesh)
+    assert [kernel.form for kernel in split.kernels if kernel.operation == "quant_matmul"] == ["xla"]
+    assert "the compiler splits" in split.why
+    weight, x = make((40, 96), (40, 3), 8, offset=True), jnp.asarray(RNG.normal(size=(2, 96)), jnp.float32)
+    np.testing.assert_allclose(split.matmul(x, weight), OTHER.matmul(x, weight), atol=1e-4)
+    with pytest.raises(ValueError, match="quant_matmul has no choice"):
+        PagedOps({"quant_matmul": "xla"}, platform="tpu", mesh=mesh)

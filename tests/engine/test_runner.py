@@ -11,9 +11,11 @@ import pytest
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.runner import EngineRunner, engine_context
 from jaxinfer.errors import ConfigError, EngineFault
+from jaxinfer.model.transformer import init_params
 from jaxinfer.plan import StepPlan
 from jaxinfer.request import SampledToken, SamplingParams
 from jaxinfer.scheduler.runner import Runner
+from pallas_kernels.dispatch import FORMS, OPERATIONS, Entry
 
 from .driver import ENGINE, GREEDY, MODEL, VOCAB, Seq, generate, ids, make_runner, prompt, run
 
@@ -294,3 +296,30 @@ def test_context_beyond_the_models_is_refused():
         engine_context(MODEL, EngineConfig(context=129))
     assert engine_context(MODEL, EngineConfig()) == 128
     assert engine_context(MODEL, EngineConfig(context=40)) == 40
+
+
+def test_a_runner_says_which_kernels_its_steps_run(runner):
+    forms = {kernel.operation: (kernel.form, kernel.why) for kernel in runner.kernels}
+    assert forms.keys() == set(OPERATIONS)
+    assert forms["kv_write"] == ("xla", "the first of ['xla', 'reference'] offered on cpu")
+
+
+def build(engine: EngineConfig) -> EngineRunner:
+    return EngineRunner.build(MODEL, init_params(MODEL, jnp.float32, jax.random.key(0)), engine)
+
+
+def test_a_kernel_asked_for_by_name_runs_or_fails_loudly(monkeypatch):
+    named = replace(ENGINE, kernels=(("kv_write", "reference"),))
+    kernels = {kernel.operation: kernel for kernel in build(named).kernels}
+    assert (kernels["kv_write"].form, kernels["kv_write"].why) == ("reference", "asked for by name")
+    for wrong in (("kv_write", "fast"), ("attention", "xla")):
+        with pytest.raises(ConfigError, match=rf"kernels: .*{wrong[0]}.*expected"):
+            build(replace(ENGINE, kernels=(wrong,)))
+
+    def refuse(*args):
+        raise NotImplementedError("pages of 8 tokens are too small")
+
+    monkeypatch.setitem(FORMS, "kv_write", (Entry("picky", refuse), *FORMS["kv_write"]))
+    picky = build(replace(ENGINE, kernels=(("kv_write", "picky"),)))
+    with pytest.raises(ConfigError, match=r"kv_write=picky.*pages of 8 tokens are too small"):
+        picky.warm_up()

@@ -19,6 +19,7 @@ from jaxinfer.model.quantised import quantisable, spread_all
 from jaxinfer.model.transformer import Transformer, abstract_params, init_params
 from jaxinfer.plan import StepPlan
 from jaxinfer.request import SamplingParams
+from pallas_kernels.pages import quantise as as_int8_pages
 
 from .driver import ENGINE, GREEDY, MODEL, Seq, generate, ids, make_runner, prompt, run
 
@@ -141,3 +142,34 @@ def test_quantised_weights_over_four_devices_give_the_logits_of_one(kind):
         return model.apply({"params": params}, hidden[0], ops, method="logits")
 
     np.testing.assert_allclose(logits(split), logits(jax.device_put(params)), atol=1e-4)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_kernels_run_on_each_devices_own_heads(planes, kind, tokens):
+    """Written and attended to over four devices as on one: heads apart, or where one key serves all, queries apart."""
+    random = np.random.default_rng(3)
+    k, g, c = (1, 8, 16) if planes == 1 else (4, 2, 16)
+    made = {name: random.standard_normal(shape).astype(np.float32) for name, shape in (
+        ("queries", (2, tokens, k, g, c)), ("keys", (2, tokens, k, c)), ("values", (2, tokens, k, c)), ("sinks", (k, g))
+    )}  # fmt: skip
+    positions = np.array([np.arange(9, 9 + tokens), np.arange(tokens)])
+    batch = TokenBatch(positions, positions, np.array([[4, 1], [3, 0]]), positions[:, -1] + 1)
+    old = random.standard_normal((5, planes, k, 8, c)).astype(np.float32)
+    pages = as_int8_pages(jnp.asarray(old)) if kind == "int8" else jnp.asarray(old)
+
+    def step(pages, made, ops):
+        pages = ops.write(pages, made["keys"], made["values"] if planes == 2 else None, batch)
+        how = {"window": 6, "scale": 0.3, "softcap": 20.0, "sinks": made["sinks"]}
+        return pages, ops.attend(made["queries"], pages, batch, **how)
+
+    mesh = make_mesh(MeshConfig(tensor=4))
+    config = replace(MODEL, heads=8, kv_heads=4) if planes == 2 else LATENT
+    split = jax.device_put(pages, pages_sharding(config, mesh))
+    one, four = (jax.jit(step, static_argnums=2)(p, made, PagedOps(mesh=m)) for p, m in ((pages, None), (split, mesh)))
+    for expected, got in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    spread = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.size * (4 if planes == 2 else 1), four[0])
+    assert spread == jax.tree.map(lambda leaf: leaf.size, four[0])
+    assert four[1].addressable_shards[0].data.size * 4 == four[1].size, "queries whole on a device"

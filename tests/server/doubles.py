@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from jaxinfer.assembly import Assembly
 from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine.ops import Kernel
 from jaxinfer.plan import DecodeRow, Limits, PrefillChunk, RowParams, StepPlan, StepTokens
 from jaxinfer.request import SampledToken
 from jaxinfer.scheduler.loop import EngineLoop
@@ -59,6 +60,8 @@ class ScriptedRunner:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.weights = "int8 by channel"
+        self.kernels = (Kernel("kv_write", "scripted", "a double has no other"),)
         self.before_step: Callable[[], object] = lambda: None
         self.threads: set[int] = set()
         self._tokens: dict[int, list[int]] = {}

@@ -358,6 +358,10 @@ def test_model_info_says_what_is_served(client):
     assert not info.HasField("bos_token_id")
     assert (info.chat, info.slots, info.pages, info.page_size) == (True, 8, 1024, 16)
     assert not info.recommended_sampling.ListFields()
+    assert (info.dtype, info.weights, info.cache_dtype) == ("float32", "int8 by channel", "float32")
+    assert [(kernel.operation, kernel.form, kernel.why) for kernel in info.kernels] == [
+        ("kv_write", "scripted", "a double has no other")
+    ]
 
 
 def test_a_recommendation_is_shown_and_changes_nothing_unasked(doubles, serving):

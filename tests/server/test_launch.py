@@ -133,7 +133,8 @@ def test_health_answers_not_serving_while_the_model_loads(doubles):
     assert answers[0] is False
     assert "loading" in answers[1]
     assert answers[2] == "warm"
-    assert [line.split(":")[0].split()[0] for line in lines] == ["listening", "ready", "draining"]
+    assert [line.split(":")[0].split()[0] for line in lines] == ["listening", "kernel", "ready", "draining"]
+    assert lines[1] == "kernel kv_write: scripted, a double has no other"
 
 
 def test_a_signal_while_loading_ends_the_process_at_once():

@@ -259,7 +259,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "family", "server_version", "vocab_size", "context", "eos_token_ids", "bos_token_id", "chat", "slots", "pages", "page_size", "recommended_sampling")
+    __slots__ = ("name", "family", "server_version", "vocab_size", "context", "eos_token_ids", "bos_token_id", "chat", "slots", "pages", "page_size", "recommended_sampling", "dtype", "weights", "cache_dtype", "kernels")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +272,10 @@ class GetModelInfoResponse(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     RECOMMENDED_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     name: str
     family: str
     server_version: str
@@ -284,7 +288,21 @@ class GetModelInfoResponse(_message.Message):
     pages: int
     page_size: int
     recommended_sampling: SamplingParams
-    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., server_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat: bool = ..., slots: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., recommended_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    dtype: str
+    weights: str
+    cache_dtype: str
+    kernels: _containers.RepeatedCompositeFieldContainer[Kernel]
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., server_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat: bool = ..., slots: _Optional[int] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., recommended_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., dtype: _Optional[str] = ..., weights: _Optional[str] = ..., cache_dtype: _Optional[str] = ..., kernels: _Optional[_Iterable[_Union[Kernel, _Mapping]]] = ...) -> None: ...
+
+class Kernel(_message.Message):
+    __slots__ = ("operation", "form", "why")
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    operation: str
+    form: str
+    why: str
+    def __init__(self, operation: _Optional[str] = ..., form: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()
