@@ -7,19 +7,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from typing import Any, Literal, get_args
 
 import jax
-
-from pallas_kernels.kv_write import reference as kv_write_reference
-from pallas_kernels.kv_write import xla as kv_write_xla
-from pallas_kernels.paged_decode_attention import reference as decode_reference
-from pallas_kernels.paged_decode_attention import xla as decode_xla
-from pallas_kernels.paged_prefill_attention import reference as prefill_reference
-from pallas_kernels.paged_prefill_attention import xla as prefill_xla
-from pallas_kernels.quant_matmul import reference as quant_matmul_reference
-from pallas_kernels.quant_matmul import xla as quant_matmul_xla
-from pallas_kernels.quant_matmul import xla_cpu as quant_matmul_xla_cpu
 
 Operation = Literal["paged_decode_attention", "paged_prefill_attention", "kv_write", "quant_matmul"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -30,30 +21,39 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Entry:
-    """One form of an operation and the platforms it is offered on by default."""
+    """One form of an operation, the platforms it is offered on by default, and why it is on no others, if that is odd.
+
+    form: what runs; None for the function that is called like the operation, in the module of its folder that is called
+    like the form. It is imported when it first runs: Pallas for an accelerator that is not there costs time and brings
+    nothing.
+    """
 
     name: str
-    form: Form
+    form: Form | None = None
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    held_back: str = ""
 
+    def load(self, operation: str) -> Form:
+        """The function that runs."""
+        return self.form or getattr(import_module(f"pallas_kernels.{operation}.{self.name}"), operation)
+
+
+_TPU = Entry("tpu", platforms=("tpu",))
+_GPU = Entry(
+    "gpu", platforms=(), held_back="gpu was interpreted and lowered, and has not run on one: ask for it by name"
+)
+_XLA, _REFERENCE = Entry("xla"), Entry("reference")
 
 FORMS: dict[Operation, tuple[Entry, ...]] = {
-    "paged_decode_attention": (
-        Entry("xla", decode_xla.paged_decode_attention),
-        Entry("reference", decode_reference.paged_decode_attention),
-    ),
-    "paged_prefill_attention": (
-        Entry("xla", prefill_xla.paged_prefill_attention),
-        Entry("reference", prefill_reference.paged_prefill_attention),
-    ),
-    "kv_write": (
-        Entry("xla", kv_write_xla.kv_write),
-        Entry("reference", kv_write_reference.kv_write),
-    ),
+    "paged_decode_attention": (_TPU, _GPU, _XLA, _REFERENCE),
+    "paged_prefill_attention": (_TPU, _GPU, _XLA, _REFERENCE),
+    "kv_write": (_TPU, _GPU, _XLA, _REFERENCE),
     "quant_matmul": (
-        Entry("xla_cpu", quant_matmul_xla_cpu.quant_matmul, ("cpu",)),
-        Entry("xla", quant_matmul_xla.quant_matmul, ("gpu", "tpu")),
-        Entry("reference", quant_matmul_reference.quant_matmul),
+        _TPU,
+        _GPU,
+        Entry("xla_cpu", platforms=("cpu",)),
+        Entry("xla", platforms=("gpu", "tpu")),
+        _REFERENCE,
     ),
 }
 """Best first. The reference comes last in every list: it runs everywhere, so the default always works."""
@@ -89,10 +89,11 @@ class Choice:
         refusals: list[str] = []
         for entry in self.entries[:-1]:
             try:
-                return self._note(entry, refusals, entry.form(*args, **kwargs))
+                return self._note(entry, refusals, entry.load(self.operation)(*args, **kwargs))
             except NotImplementedError as refusal:
                 refusals.append(f"{entry.name} cannot: {refusal}")
-        return self._note(self.entries[-1], refusals, self.entries[-1].form(*args, **kwargs))
+        last = self.entries[-1]
+        return self._note(last, refusals, last.load(self.operation)(*args, **kwargs))
 
     def _note(self, entry: Entry, refusals: list[str], result: Any) -> Any:
         why = "; ".join(refusals) or self.why
@@ -111,7 +112,8 @@ def choose(operation: Operation, name: str | None = None, platform: str | None =
     platform = platform or jax.default_backend()
     if name is None:
         entries = tuple(entry for entry in FORMS[operation] if platform in entry.platforms)
-        why = f"the first of {[entry.name for entry in entries]} offered on {platform}"
+        held = {entry.held_back for entry in FORMS[operation] if entry.held_back and platform == entry.name}
+        why = "; ".join((f"the first of {[entry.name for entry in entries]} offered on {platform}", *held))
     else:
         entries = tuple(entry for entry in FORMS[operation] if entry.name == name)
         why = "asked for by name"

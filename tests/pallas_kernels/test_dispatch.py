@@ -1,5 +1,6 @@
 """The default always works and says why; a form asked for by name runs or fails loudly."""
 
+import inspect
 import logging
 
 import pytest
@@ -37,6 +38,36 @@ def test_a_named_form_fails_loudly() -> None:
     with pytest.raises(NotImplementedError, match="head_dim 7"):
         choose("kv_write", "picky", "cpu")(21)
     assert choose("kv_write", "plain", "cpu").why == "asked for by name"
+
+
+def test_a_choice_reports_what_ran_and_why_the_better_forms_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMS, "kv_write", (Entry("picky", refuse), Entry("plain", lambda number: number)))
+    choice = choose("kv_write", platform="cpu")
+    assert choice.report == (("picky", choice.why),)
+    choice(21)
+    assert choice.report == (("plain", "picky cannot: head_dim 7 is no multiple of 8"),)
+    named = choose("kv_write", "plain", "cpu")
+    named(21)
+    assert named.report == (("plain", "asked for by name"),)
+    assert choose("kv_write", platform="cpu").report == choice.report, "equal choices know what ran"
+
+
+@pytest.mark.parametrize("operation", FORMS)
+def test_every_form_is_found_where_its_name_says(operation: dispatch.Operation) -> None:
+    for entry in FORMS[operation]:
+        signature = inspect.signature(entry.load(operation))
+        shared = [name for name in signature.parameters if name != "interpret"]
+        assert shared == list(inspect.signature(FORMS[operation][-1].load(operation)).parameters)
+
+
+def test_kernels_for_tpu_come_first_there_and_those_for_gpu_only_by_name() -> None:
+    for operation in FORMS:
+        assert choose(operation, platform="tpu").name == "tpu"
+        on_gpu = choose(operation, platform="gpu")
+        assert on_gpu.name == "xla"
+        assert "has not run on one" in on_gpu.why
+        assert choose(operation, "gpu", "gpu").entries[0].load(operation).__module__.endswith(".gpu")
+        assert "not run" not in choose(operation, platform="cpu").why
 
 
 @pytest.mark.usefixtures("entries")

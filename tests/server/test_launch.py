@@ -32,6 +32,7 @@ def process(grace: float):
         try:
             lines = iter(server.stdout.readline, "")
             target = next(line for line in lines if line.startswith("listening on ")).split()[-1]
+            assert next(lines).startswith("kernel kv_write: scripted")
             assert next(lines).startswith("ready: scripted")
             yield server, target
         finally:
