@@ -1,0 +1,105 @@
+"""Paged prefill attention on TPU: flash attention (arXiv 2205.14135) over pages that are fetched as they are met.
+
+Knows how a call becomes a kernel: the grid, the layout of queries, the rooms. `tpu_kernel` is what a program does.
+
+A program takes a block of one row's queries, for a few key heads and their query heads, and walks over the pages that
+these queries see. A row's work depends on its own lengths alone: pages past the diagonal or before the window, and
+blocks of padding, cost nothing.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import tpu_pages
+from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
+from pallas_kernels.paged_prefill_attention import tpu_rooms
+from pallas_kernels.paged_prefill_attention.tpu_blocks import LANES, Blocks, choose_blocks
+from pallas_kernels.paged_prefill_attention.tpu_kernel import Scores, attend
+
+
+@partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
+def paged_prefill_attention(
+    queries: Queries,
+    pages: Pages,
+    page_table: PageTable,
+    positions: Positions,
+    lengths: Lengths,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Sinks | None = None,
+    interpret: Any = False,
+) -> Queries:
+    """As the reference, where a row's positions are consecutive, end at its length, and its padding (-1) comes last.
+
+    bfloat16 queries are multiplied with bfloat16 and int8 pages in bfloat16, all else in float32; sums are float32.
+    Raises NotImplementedError for pages whose tokens neither divide 128 nor are a multiple of it, and for a scale that
+    is not positive.
+    """
+    rows, tokens, k, g, c = queries.shape
+    if scale <= 0:
+        raise NotImplementedError(f"a scale of {scale}: the largest product must have the largest score")
+    blocks = choose_blocks(queries, pages)
+    start = jnp.maximum(positions[:, 0], 0)
+    count = jnp.minimum(jnp.sum(positions >= 0, axis=1, dtype=jnp.int32), lengths)
+    scalars = [page_table.reshape(-1), start, count, *([] if sinks is None else [sinks.astype(jnp.float32)])]
+    laid = _lay_out(queries, blocks)
+    call = _prepare(blocks, Scores(scale, softcap, window), pages, laid, len(scalars), interpret)
+    mixed = call(*scalars, laid, *jax.tree.leaves(pages))
+    return mixed.reshape(rows, laid.shape[1], k, g, -1)[:, :tokens, :, :, :c]
+
+
+def _lay_out(queries: Queries, blocks: Blocks) -> Float[Array, "s padded_t kg*lanes"]:
+    """Heads side by side, each from a multiple of 128 lanes on; tokens in whole blocks."""
+    rows, tokens, _, _, c = queries.shape
+    padded = jnp.pad(queries, ((0, 0), (0, -tokens % blocks.tokens), (0, 0), (0, 0), (0, -c % LANES)))
+    return padded.reshape(rows, padded.shape[1], -1)
+
+
+def _prepare(
+    blocks: Blocks,
+    scores: Scores,
+    pages: Pages,
+    queries: Float[Array, "s padded_t kg*lanes"],
+    scalars: int,
+    interpret: Any,
+) -> Any:
+    """The kernel over a grid of programs: units of heads, which share nothing, then rows, then their blocks."""
+    rows, tokens, width = queries.shape
+    c = jax.tree.leaves(pages)[0].shape[-1]
+    lanes = blocks.heads * blocks.group * -(-c // LANES) * LANES
+
+    def asked(unit: Array, row: Array, block: Array, *scalars: Any) -> tuple[Array, ...]:
+        last = jax.lax.div(jnp.maximum(scalars[2][row] - 1, 0), jnp.int32(blocks.tokens))
+        return row, jnp.minimum(block, last), unit  # blocks of padding fetch no queries
+
+    state = (blocks.heads, blocks.rows)
+    block = (None, blocks.tokens, lanes)
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=scalars,
+        grid=(width // lanes, rows, tokens // blocks.tokens),
+        in_specs=[pl.BlockSpec(block, asked), *tpu_pages.in_hbm(pages)],
+        out_specs=pl.BlockSpec(block, lambda unit, row, block, *_: (row, block, unit)),
+        scratch_shapes=[
+            *tpu_rooms.scratch(pages, blocks.pages, blocks.heads),
+            pltpu.SMEM((1,), jnp.int32),
+            pltpu.VMEM((*state, LANES), jnp.float32),
+            pltpu.VMEM((*state, LANES), jnp.float32),
+            pltpu.VMEM((*state, c), jnp.float32),
+        ],
+    )
+    return pl.pallas_call(
+        partial(attend, blocks=blocks, scores=scores, sinks=scalars == 4, leaves=len(jax.tree.leaves(pages))),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+        grid_spec=grid,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        interpret=interpret,
+        name="paged_prefill_attention",
+    )
