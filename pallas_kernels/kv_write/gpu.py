@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int8
 
 from pallas_kernels.arrays import Int8Pages, NewKeys, Pages, PageTable, Positions
+from pallas_kernels.gpu_chip import require_hopper
 from pallas_kernels.pages import page_shape, quantise
 
 TOKENS = 16
@@ -43,8 +44,9 @@ def kv_write(
 ) -> Pages:
     """As the reference; tokens at position -1 are dropped. DONATES pages.
 
-    Raises NotImplementedError where a head is not a whole number of copies.
+    Raises NotImplementedError where a head is not a whole number of copies, and on a GPU older than Hopper.
     """
+    require_hopper(or_newer=True)
     rows, tokens = positions.shape
     planes = [keys] if values is None else [keys, values]
     if isinstance(pages, Int8Pages):

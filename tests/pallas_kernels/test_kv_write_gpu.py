@@ -11,8 +11,9 @@ import pytest
 from pallas_kernels.kv_write import gpu, reference
 from pallas_kernels.kv_write.shapes import SHAPES, Shape
 from pallas_kernels.pages import empty_pages, quantise
-from tests.pallas_kernels.mosaic_gpu import interpreted, lowered_for_gpu
-from tests.pallas_kernels.test_kv_write import make_call
+
+from .mosaic_gpu import interpreted, lowered_for_gpu
+from .test_kv_write import make_call
 
 DTYPES = ("float32", "bfloat16", "int8")
 ROWS = {
