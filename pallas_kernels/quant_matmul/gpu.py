@@ -157,7 +157,7 @@ def _body(x: Any, values: Any, *refs: Any, cut: Cut, interpret: Any) -> None:
             for begin in range(0, cut.inputs, cut.width):
                 part = lax.slice(tile, (0, begin), (OUTPUTS, begin + cut.width))
                 if not cut.whole:
-                    group = lax.div((share * steps + step) * cut.inputs , jnp.int32(cut.group))
+                    group = lax.div((share * steps + step) * cut.inputs + begin, jnp.int32(cut.group))
                     part = _decode(part, [_column(each, outputs, group, interpret) for each in decoding])
                 weight[:, pl.ds(begin, cut.width)] = part.astype(jnp.bfloat16)
             plgpu.commit_smem()

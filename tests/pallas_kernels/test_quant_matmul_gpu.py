@@ -59,7 +59,7 @@ def test_equals_the_reference_on_real_weights(name: str) -> None:
     np.testing.assert_allclose(got, expected, atol=2**-9 * np.abs(expected).max(), rtol=0)
 
 
-@pytest.mark.parametrize("rows", (ROWS[0], ROWS[-1]))
+@pytest.mark.parametrize("rows", [ROWS[0], ROWS[-1]])
 @pytest.mark.parametrize("name", SHAPES)
 def test_lowers_to_mosaic_gpu(name: str, rows: int) -> None:
     text = lowered_for_gpu(partial(gpu.quant_matmul, dtype=jnp.bfloat16), *abstract(SHAPES[name], rows))
