@@ -16,110 +16,150 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels.arrays import Int8Pages, Pages
 from pallas_kernels.pages import page_shape
 
 Ref = Any
 """What Pallas hands to a kernel; it has no public type."""
-Count = Int32[Array, ""]
+Number = Int32[Array, ""]
 
 
 class Rooms(NamedTuple):
-    """The pool in HBM, two rooms in VMEM, and a semaphore of each room that counts the bytes which have arrived."""
+    """Two rooms in VMEM, and a semaphore for each that counts the bytes which have arrived there.
+
+    Made by `make_rooms` as scratch shapes; a kernel gets it with a ref in each field.
+    """
 
     numbers: Ref
     scales: Ref | None
-    number_rooms: Ref
-    scale_rooms: Ref | None
     arrived: Ref
 
     @property
     def planes(self) -> int:
         """2, keys and values, or 1."""
-        return self.number_rooms.shape[1]
+        return self.numbers.shape[1]
+
+    @property
+    def heads(self) -> int:
+        """Key heads."""
+        return self.numbers.shape[2]
 
     @property
     def together(self) -> int:
         """Pages of a room."""
-        return self.number_rooms.shape[3]
+        return self.numbers.shape[3]
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return self.number_rooms.shape[4]
+        return self.numbers.shape[4]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a room."""
+        return self.together * self.page_size
+
+    def matrix(self, room: Number, plane: int, head: int) -> Array:
+        """[tokens, c] of one head, read where it lies."""
+        return self.numbers[room, plane, head].reshape(self.tokens, -1)
+
+    def scales_of(self, room: Number, plane: int, head: int) -> Array:
+        """[1, tokens] of one head of int8 pages."""
+        assert self.scales is not None
+        by_page = [self.scales[room, place, plane, pl.ds(head, 1)] for place in range(self.together)]
+        return jnp.concatenate(by_page, axis=1)
 
 
-def in_hbm(pages: Pages) -> list[pl.BlockSpec]:
-    """Where a kernel's operands `jax.tree.leaves(pages)` stay."""
+def in_hbm(pages: Pages) -> Any:
+    """Block specs, one for each leaf of `pages`, that leave it in HBM."""
     return [pl.BlockSpec(memory_space=pl.ANY) for _ in jax.tree.leaves(pages)]
 
 
-def scratch(pages: Pages, together: int) -> list[Any]:
-    """Scratch shapes of two rooms of `together` pages, and their semaphores."""
+def make_rooms(pages: Pages, together: int) -> Rooms:
+    """Scratch shapes of two rooms of `together` pages."""
     _, planes, k, b, c = page_shape(pages)
-    dtype = jax.tree.leaves(pages)[0].dtype
-    rooms = [pltpu.VMEM((2, planes, k, together, b, c), dtype)]
-    if isinstance(pages, Int8Pages):
-        rooms.append(pltpu.VMEM((2, together, planes, k, b), jnp.float32))
-    return [*rooms, pltpu.SemaphoreType.DMA((2,))]
+    numbers = pltpu.VMEM((2, planes, k, together, b, c), jax.tree.leaves(pages)[0].dtype)
+    scales = pltpu.VMEM((2, together, planes, k, b), jnp.float32) if isinstance(pages, Int8Pages) else None
+    return Rooms(numbers, scales, pltpu.SemaphoreType.DMA((2,)))
 
 
-def start(rooms: Rooms, room: Count, page_at: Callable[[int], Count], count: Count) -> None:
-    """Begin to fill the first `count` places of a room with the pages that `page_at` names.
+def start(pool: list[Ref], rooms: Rooms, room: Number, page_at: Callable[[Number], Number], count: Number) -> None:
+    """Begin to fill the first `count` places of a room (at most all) with the pages that `page_at` names.
 
-    Each start must be met by one `wait` with the same count; nobody may still read the room.
+    pool holds the leaves of the pages, in HBM. Nobody may still read the room, and a `wait` must follow.
     """
-    for place in range(rooms.together):
 
-        @pl.when(place < count)
-        def _(place: int = place) -> None:
-            for copy in _copies(rooms, room, place, page_at(place)):
-                copy.start()
+    def start_page(place: Number, _: None) -> None:
+        for copy in _copies(pool, rooms, room, place, page_at(place)):
+            copy.start()
 
-
-def wait(rooms: Rooms, room: Count, count: Count) -> None:
-    """Until the first `count` pages of a room have arrived."""
-    for place in range(rooms.together):
-
-        @pl.when(place < count)
-        def _(place: int = place) -> None:
-            for copy in _copies(rooms, room, place, jnp.int32(0)):
-                copy.wait()
+    jax.lax.fori_loop(0, jnp.minimum(count, rooms.together), start_page, None)
 
 
-def _copies(rooms: Rooms, room: Count, place: int, page: Count) -> list[Any]:
-    numbers = rooms.number_rooms.at[room, :, :, place]
-    copies = [pltpu.make_async_copy(rooms.numbers.at[page], numbers, rooms.arrived.at[room])]
-    if rooms.scales is not None and rooms.scale_rooms is not None:
-        scales = rooms.scale_rooms.at[room, place]
-        copies.append(pltpu.make_async_copy(rooms.scales.at[page], scales, rooms.arrived.at[room]))
+def wait(pool: list[Ref], rooms: Rooms, room: Number, count: Number) -> None:
+    """Until the first `count` places of a room (at most all) are filled."""
+
+    def wait_for_page(place: Number, _: None) -> None:
+        for copy in _copies(pool, rooms, room, place, jnp.int32(0)):
+            copy.wait()
+
+    jax.lax.fori_loop(0, jnp.minimum(count, rooms.together), wait_for_page, None)
+
+
+def _copies(pool: list[Ref], rooms: Rooms, room: Number, place: Number, page: Number) -> list[Any]:
+    arrived = rooms.arrived.at[room]
+    copies = [pltpu.make_async_copy(pool[0].at[page], rooms.numbers.at[room, :, :, place], arrived)]
+    if rooms.scales is not None:
+        copies.append(pltpu.make_async_copy(pool[1].at[page], rooms.scales.at[room, place], arrived))
     return copies
 
 
 def clear_values(rooms: Rooms) -> None:
     """Zeros for the values of both rooms, so that what no copy has reached is finite. int8 is finite as it is."""
     if rooms.scales is None:
-        values = rooms.number_rooms.at[:, rooms.planes - 1]
-        values[...] = jnp.zeros(values.shape, values.dtype)
+
+        def clear(index: Number, _: None) -> None:
+            values = rooms.numbers.at[index // rooms.heads, rooms.planes - 1, index % rooms.heads]
+            values[...] = jnp.zeros(values.shape, values.dtype)
+
+        jax.lax.fori_loop(0, 2 * rooms.heads, clear, None)
 
 
-def silence_values(rooms: Rooms, room: Count, begin: Count, end: Count) -> None:
-    """Zeros for the values of tokens of a room outside begin .. end - 1, in the two pages where these lie.
+def silence_values(rooms: Rooms, room: Number, begin: Number, end: Number) -> None:
+    """Zeros for the values of tokens outside begin .. end - 1, in the pages where these lie.
 
-    A weight of 0 does not silence a NaN in a slot that was never written. Tokens count from the room's first, and the
-    pages before begin's and after end's must hold nothing but what `clear_values` or an earlier use left. int8 numbers
-    are no NaN, and their scales are for who multiplies by them.
+    A weight of 0 does not silence a NaN in a slot that was never written. Tokens count from the room's first. Pages
+    wholly outside are left alone: they hold what `clear_values` or an earlier use of the room left, which is finite.
+    int8 numbers are no NaN, and silencing their scales is for who multiplies by them.
     """
+
+    size, tile = rooms.page_size, min(rooms.page_size, 32 // rooms.numbers.dtype.itemsize)
+
+    def silence(place: Number, first: Number, stop: Number) -> None:
+        def silence_tile(index: Number, _: None) -> None:
+            values = rooms.numbers.at[room, rooms.planes - 1, :, place, pl.ds(pl.multiple_of(index * tile, tile), tile)]
+            token = place * size + index * tile + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+            values[...] = jnp.where((token >= begin) & (token < end), values[...], jnp.zeros((), values.dtype))
+
+        jax.lax.fori_loop(first, stop, silence_tile, None)
+
+    def inside_a_page(edge: Number) -> Bool[Array, ""]:
+        return (edge > 0) & (edge < rooms.tokens) & (jax.lax.rem(edge, size) > 0)
+
+    def place_and_tile(edge: Number) -> tuple[Number, Number]:
+        return jax.lax.div(edge, size), jax.lax.div(jax.lax.rem(edge, size), tile)
+
     if rooms.scales is not None:
         return
-    size = rooms.page_size
-    for place in range(rooms.together):
-        first = place * size
 
-        @pl.when(((begin > first) & (begin < first + size)) | ((end > first) & (end < first + size)))
-        def _(place: int = place, first: int = first) -> None:
-            values = rooms.number_rooms.at[room, rooms.planes - 1, :, place]
-            token = first + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
-            values[...] = jnp.where((token >= begin) & (token < end), values[...], 0)
+    @pl.when(inside_a_page(begin))
+    def _() -> None:
+        place, last = place_and_tile(begin)
+        silence(place, jnp.int32(0), last + 1)
+
+    @pl.when(inside_a_page(end))
+    def _() -> None:
+        place, first = place_and_tile(end)
+        silence(place, first, jnp.int32(size // tile))
