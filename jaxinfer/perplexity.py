@@ -33,6 +33,7 @@ from jaxinfer.arrays import Pages
 from jaxinfer.checkpoint.load import Checkpoint
 from jaxinfer.config import KVDTypeName, MeshConfig, ModelConfig
 from jaxinfer.engine.cache import make_pages, pages_per_sequence
+from jaxinfer.engine.lanes import page_lanes
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.runner import in_bytes
 from jaxinfer.engine.sharding import make_mesh
@@ -217,7 +218,8 @@ class _Scorer:
         self._chunk = min(CHUNK, count * PAGE)
         self._table = np.arange(count, dtype=np.int32)[None]
         self._pages = pages
-        step = partial(_chunk_losses, model=Transformer(config, jnp.dtype(dtype)), ops=PagedOps())
+        lanes = page_lanes(config, jax.tree.leaves(pages)[0].dtype)
+        step = partial(_chunk_losses, model=Transformer(config, jnp.dtype(dtype)), ops=PagedOps(lanes=lanes))
         if report:
             report("compile", 0, 1)
         lowered = jax.jit(step, donate_argnames="pages").lower(self._params, self._pages, *self._rows([0], 0, 1))

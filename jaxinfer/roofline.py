@@ -15,12 +15,16 @@ from jaxinfer.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One device: FLOP/s at the dtype of the weights, bytes/s of its memory, bytes of it."""
+    """One device: FLOP/s at the dtype of the weights, bytes/s of its memory, bytes of it; JAX's name for its kind.
+
+    platform is None for what JAX runs on.
+    """
 
     name: str
     flops: float
     bandwidth: float
     memory: float
+    platform: str | None = None
 
     @property
     def ridge(self) -> float:
@@ -33,16 +37,16 @@ CHIPS = {
     chip.name: chip
     for chip in (
         # Dense bfloat16 with float32 sums, from the vendors' data sheets.
-        Chip("TPU v4", 275e12, 1_228e9, 32 * GIB),
-        Chip("TPU v5e", 197e12, 819e9, 16 * GIB),
-        Chip("TPU v5p", 459e12, 2_765e9, 95 * GIB),
-        Chip("TPU v6e", 918e12, 1_640e9, 32 * GIB),
-        Chip("TPU7x", 2_307e12, 7_380e9, 192 * GIB),
-        Chip("A100", 312e12, 2_039e9, 80 * GIB),
-        Chip("L4", 121e12, 300e9, 24 * GIB),
-        Chip("H100", 989e12, 3_350e9, 80 * GIB),
-        Chip("H200", 989e12, 4_800e9, 141 * GIB),
-        Chip("B200", 2_250e12, 7_700e9, 180 * GIB),
+        Chip("TPU v4", 275e12, 1_228e9, 32 * GIB, "tpu"),
+        Chip("TPU v5e", 197e12, 819e9, 16 * GIB, "tpu"),
+        Chip("TPU v5p", 459e12, 2_765e9, 95 * GIB, "tpu"),
+        Chip("TPU v6e", 918e12, 1_640e9, 32 * GIB, "tpu"),
+        Chip("TPU7x", 2_307e12, 7_380e9, 192 * GIB, "tpu"),
+        Chip("A100", 312e12, 2_039e9, 80 * GIB, "gpu"),
+        Chip("L4", 121e12, 300e9, 24 * GIB, "gpu"),
+        Chip("H100", 989e12, 3_350e9, 80 * GIB, "gpu"),
+        Chip("H200", 989e12, 4_800e9, 141 * GIB, "gpu"),
+        Chip("B200", 2_250e12, 7_700e9, 180 * GIB, "gpu"),
     )
 }
 """By name; the GPUs are the SXM forms where there are several."""

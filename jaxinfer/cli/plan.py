@@ -101,8 +101,8 @@ def plan_chip(
         chip=chip.name,
         devices=devices,
         weight_bytes=weights,
-        pages=_pages(config, engine, context, held, chip.memory - weights),
-        page_bytes=page_bytes(config, engine.cache.page_size, held, devices) / devices,
+        pages=_pages(config, engine, context, held, chip.memory - weights, chip.platform),
+        page_bytes=page_bytes(config, engine.cache.page_size, held, devices, chip.platform) / devices,
         decode_one_ms=1e3 * one.seconds,
         decode_full_ms=1e3 * full.seconds,
         decode_limit=full.limit,
@@ -135,16 +135,18 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield from _leaves(value) if isinstance(value, dict) else (value,)
 
 
-def _pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: str, free: float) -> int | None:
+def _pages(
+    config: ModelConfig, engine: EngineConfig, context: int, dtype: str, free: float, platform: str | None
+) -> int | None:
     """Pages of the pool in `free` bytes a device; None where they do not fit."""
     from jaxinfer.engine.cache import page_bytes, pool_pages
 
     try:
-        pages = pool_pages(config, engine, context, dtype, lambda: int(free * engine.mesh.tensor))
+        pages = pool_pages(config, engine, context, dtype, lambda: int(free * engine.mesh.tensor), platform)
     except ConfigError:
         return None
     devices = engine.mesh.tensor
-    needed = pages * page_bytes(config, engine.cache.page_size, dtype, devices) / devices
+    needed = pages * page_bytes(config, engine.cache.page_size, dtype, devices, platform) / devices
     return pages if needed <= free else None
 
 
@@ -157,7 +159,7 @@ def _table(ref: str, config: ModelConfig, engine: EngineConfig, rows: list[Row],
         f"{_weights(config)}",
         f"{engine.dtype} on {engine.mesh.tensor} device(s); {rows[0].weight_bytes / GIB:.2f} GiB of weights"
         f"{f' ({kept})' if kept else ''} and "
-        f"{rows[0].page_bytes / 2**20:.2f} MiB a page of {engine.cache.page_size} tokens{kind} on each",
+        f"{_sizes(rows)} MiB a page of {engine.cache.page_size} tokens{kind} on each",
         f"{executables} executables: prefill of {_listed(engine.prefill_buckets)} tokens, decode of "
         f"{_listed(engine.decode_buckets)} rows, seat",
         "",
@@ -166,6 +168,11 @@ def _table(ref: str, config: ModelConfig, engine: EngineConfig, rows: list[Row],
     columns = (*columns, f"prefill, {engine.chunk}", "bound by")
     lines = [columns, ("---", *("--:",) * (len(columns) - 1)), *(_cells(row, engine.cache.page_size) for row in rows)]
     return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def _sizes(rows: list[Row]) -> str:
+    """MiB of a page, which differ where a kind of chip keeps whole lanes."""
+    return " to ".join(f"{size / 2**20:.2f}" for size in sorted({row.page_bytes for row in rows}))
 
 
 def _weights(config: ModelConfig) -> str:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float32
 from jaxinfer.arrays import Pages
 from jaxinfer.config import MeshConfig, ModelConfig
 from jaxinfer.engine.cache import make_pages, pages_per_sequence
+from jaxinfer.engine.lanes import page_lanes
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sharding import make_mesh
 from jaxinfer.model.ops import Ops, TokenBatch
@@ -40,7 +41,8 @@ class Probe:
 
     def __init__(self, config: ModelConfig, params: Any, dtype: str, size: int, vocabulary: int) -> None:
         count = pages_per_sequence(PAGE, size)
-        self._model, self._params, self._ops = Transformer(config, jnp.dtype(dtype)), params, PagedOps()
+        self._model, self._params = Transformer(config, jnp.dtype(dtype)), params
+        self._ops = PagedOps(lanes=page_lanes(config, dtype))
         self._vocabulary = vocabulary
         self._table = np.arange(count, dtype=np.int32)[None]
         self._pages = make_pages(config, count, PAGE, jnp.dtype(dtype), make_mesh(MeshConfig()))

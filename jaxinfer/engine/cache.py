@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.arrays import Pages
 from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine.lanes import page_lanes
 from jaxinfer.engine.sharding import pages_sharding, splits_pages
 from jaxinfer.errors import ConfigError
 from pallas_kernels.pages import empty_pages
@@ -28,11 +29,12 @@ def cache_dtype(engine: EngineConfig, dtype: Any) -> Any:
     return engine.cache.dtype or dtype
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: Any, devices: int = 1) -> int:
-    """Bytes of one page, its scales included, over all layers and `devices`: each holds a part of it, or the whole
-    where it does not split.
+def page_bytes(config: ModelConfig, page_size: int, dtype: Any, devices: int = 1, platform: str | None = None) -> int:
+    """Bytes of one page, its scales included, over all layers and `devices` of `platform` (default: JAX's own).
+
+    Each device holds a part of it, or the whole where it does not split.
     """
-    layer = jax.tree.leaves(jax.eval_shape(lambda: _layer(config, 1, page_size, dtype)))
+    layer = jax.tree.leaves(jax.eval_shape(lambda: _layer(config, 1, page_size, dtype, platform)))
     copies = 1 if splits_pages(config, devices) else devices
     return config.layers * copies * sum(leaf.size * leaf.dtype.itemsize for leaf in layer)
 
@@ -54,17 +56,25 @@ def pool_bytes(mesh: Mesh, fraction: float) -> int:
     return int(len(devices) * min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats) * fraction)
 
 
-def pool_pages(config: ModelConfig, engine: EngineConfig, context: int, dtype: Any, room: Callable[[], int]) -> int:
+def pool_pages(
+    config: ModelConfig,
+    engine: EngineConfig,
+    context: int,
+    dtype: Any,
+    room: Callable[[], int],
+    platform: str | None = None,
+) -> int:
     """How many pages the pool gets: what is asked for or about what fits in `room` bytes, at most what all slots fill.
 
-    dtype is that of the pages. room is called only where no number of pages is asked for: not every accelerator reports
-    its memory. Raises ConfigError where fewer than two pages (or one, where a context needs no more) fit.
+    dtype is that of the pages, on `platform` (default: JAX's own). room is called only where no number of pages is
+    asked for: not every accelerator reports its memory. Raises ConfigError where fewer than two pages (or one, where a
+    context needs no more) fit.
     """
     cache = engine.cache
     per_sequence = pages_per_sequence(cache.page_size, context)
     if cache.pages is not None:
         return min(cache.pages, engine.slots * per_sequence)
-    size = page_bytes(config, cache.page_size, dtype, engine.mesh.tensor)
+    size = page_bytes(config, cache.page_size, dtype, engine.mesh.tensor, platform)
     space = room()
     fit = space // size
     if fit < min(2, per_sequence):
@@ -89,11 +99,14 @@ def make_pages(config: ModelConfig, pages: int, page_size: int, dtype: Any, mesh
     An array made elsewhere and moved would be copied, not donated, by the first step.
     """
     shardings = (pages_sharding(config, mesh),) * config.layers
-    layers = range(config.layers)
-    make = jax.jit(lambda: tuple(_layer(config, pages, page_size, dtype) for _ in layers), out_shardings=shardings)
-    return make()
+    layers, platform = range(config.layers), mesh.devices.flat[0].platform
+
+    def make() -> tuple[Pages, ...]:
+        return tuple(_layer(config, pages, page_size, dtype, platform) for _ in layers)
+
+    return jax.jit(make, out_shardings=shardings)()
 
 
-def _layer(config: ModelConfig, pages: int, page_size: int, dtype: Any) -> Pages:
-    planes, heads, features = config.cache_shape
-    return empty_pages((pages, planes, heads, page_size, features), dtype)
+def _layer(config: ModelConfig, pages: int, page_size: int, dtype: Any, platform: str | None) -> Pages:
+    lanes, heads = page_lanes(config, dtype, platform), config.cache_shape[1]
+    return empty_pages((pages, lanes.planes, heads, page_size, lanes.features), dtype)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxinfer.arrays import Keys, Pages, Queries, Values
 from jaxinfer.engine import grouped, quantised_products
 from jaxinfer.engine.heads import split_attention, split_write
+from jaxinfer.engine.lanes import PageLanes
 from jaxinfer.model.ops import HIGHEST, TokenBatch
 from jaxinfer.model.quantised import Quantised, Weight
 from pallas_kernels.dispatch import OPERATIONS, Choice, choose
@@ -49,12 +50,18 @@ class PagedOps:
     """Attention over pages, and dense matrices. Hashable by what was chosen, so jit may take it as static.
 
     forms: operation -> name of a form of `pallas_kernels.dispatch`; one that is not named takes the platform's default.
-    mesh: where the pages lie; over several devices each runs the kernels on its own heads. Raises ValueError for an
-    operation or a form that does not exist.
+    mesh: where the pages lie; over several devices each runs the kernels on its own heads. lanes: how keys and values
+    lie in them, by `page_lanes`; None: as the model has them. Raises ValueError for an operation or a form that does
+    not exist.
     """
 
     def __init__(
-        self, forms: Mapping[str, str] | None = None, *, platform: str | None = None, mesh: Mesh | None = None
+        self,
+        forms: Mapping[str, str] | None = None,
+        *,
+        platform: str | None = None,
+        mesh: Mesh | None = None,
+        lanes: PageLanes | None = None,
     ) -> None:
         forms = forms or {}
         if unknown := forms.keys() - set(OPERATIONS):
@@ -62,6 +69,7 @@ class PagedOps:
         self._platform = platform or jax.default_backend()
         self._choices = {name: choose(name, forms.get(name), self._platform) for name in OPERATIONS}
         self._mesh = mesh if mesh is not None and mesh.size > 1 else None
+        self._lanes = lanes
         if "quant_matmul" in forms and self._split_weights:
             raise ValueError("quant_matmul has no choice where weights lie over several devices; expected none of it")
 
@@ -85,6 +93,8 @@ class PagedOps:
 
     def write(self, pages: Pages, keys: Keys, values: Values | None, batch: TokenBatch) -> Pages:
         """The pool with this step's keys and values stored. DONATES pages."""
+        if self._lanes is not None:
+            keys, values = self._lanes.store(keys, values)
         form = self._choices["kv_write"]
         write = form if self._mesh is None else split_write(form, pages, self._mesh)
         return write(pages, keys, values, batch.page_table, batch.positions)
@@ -105,16 +115,20 @@ class PagedOps:
         if queries.shape[1] > 1:
             form = partial(self._choices["paged_prefill_attention"], **how)
             where = batch.page_table, batch.positions, batch.lengths
-            return self._on_own_heads(form, queries, pages, sinks, *where)
+            return self._mix(form, queries, pages, sinks, *where)
         form = partial(self._choices["paged_decode_attention"], **how)
-        return self._on_own_heads(form, queries[:, 0], pages, sinks, batch.page_table, batch.lengths)[:, None]
+        return self._mix(form, queries[:, 0], pages, sinks, batch.page_table, batch.lengths)[:, None]
 
-    def _on_own_heads(self, form: Any, queries: Any, pages: Pages, sinks: Any, *where: Array) -> Any:
+    def _mix(self, form: Any, queries: Any, pages: Pages, sinks: Any, *where: Array) -> Any:
+        """`form` with the queries as the pages' lanes are, on each device's own heads."""
+
         def attend(queries: Any, pages: Pages, sinks: Any, *where: Array) -> Any:
             return form(queries, pages, *where, sinks=sinks)
 
-        run = attend if self._mesh is None else split_attention(attend, pages, queries, self._mesh)
-        return run(queries, pages, sinks, *where)
+        asked = queries if self._lanes is None else self._lanes.ask(queries)
+        run = attend if self._mesh is None else split_attention(attend, pages, asked, self._mesh)
+        mixed = run(asked, pages, sinks, *where)
+        return mixed if self._lanes is None else self._lanes.answer(mixed, queries.shape[-1])
 
     def matmul(
         self, x: Float[Array, "..."], weight: Weight, *, axes: int = 1, dtype: Any = None
@@ -159,5 +173,5 @@ class PagedOps:
         return hash(self._identity)
 
     @property
-    def _identity(self) -> tuple[str, tuple[Choice, ...], Mesh | None]:
-        return self._platform, tuple(self._choices.values()), self._mesh
+    def _identity(self) -> tuple[str, tuple[Choice, ...], Mesh | None, PageLanes | None]:
+        return self._platform, tuple(self._choices.values()), self._mesh, self._lanes

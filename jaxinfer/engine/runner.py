@@ -18,6 +18,7 @@ from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
 from jaxinfer.engine.cache import cache_dtype, pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
+from jaxinfer.engine.lanes import PageLanes, page_lanes
 from jaxinfer.engine.ops import Kernel, PagedOps
 from jaxinfer.engine.sharding import make_mesh, param_shardings, replicated
 from jaxinfer.engine.state import EngineState, make_state, state_shardings
@@ -87,7 +88,13 @@ class EngineRunner:
         )
         layout = Layout(0, pages_per_sequence(limits.page_size, context), limits.slots, limits.vocab_size)
         shardings = state_shardings(config, mesh)
-        program = Program(Transformer(config, dtype), _ops(engine, mesh), layout, shardings, replicated(mesh))
+        program = Program(
+            Transformer(config, dtype),
+            _ops(engine, mesh, page_lanes(config, held)),
+            layout,
+            shardings,
+            replicated(mesh),
+        )
         state = make_state(
             config,
             pages=limits.pages,
@@ -228,9 +235,9 @@ class EngineRunner:
         return output
 
 
-def _ops(engine: EngineConfig, mesh: Mesh) -> PagedOps:
+def _ops(engine: EngineConfig, mesh: Mesh, lanes: PageLanes) -> PagedOps:
     try:
-        return PagedOps(dict(engine.kernels), mesh=mesh)
+        return PagedOps(dict(engine.kernels), mesh=mesh, lanes=lanes)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from None
 

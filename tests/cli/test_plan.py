@@ -24,7 +24,12 @@ def test_plan_says_what_fits_and_how_fast_without_loading(code, tiny_path, capsy
     config = load_config(str(tiny_path))
     norms = (2 * config.layers + 1) * config.width * 4
     assert {row["weight_bytes"] for row in rows} == {2 * total_weights(config) + norms}
-    assert {row["page_bytes"] for row in rows} == {16 * kv_bytes_per_token(config, 2)}
+    sizes = {row["chip"]: row["page_bytes"] for row in rows}
+    assert sizes["H100"] == 16 * kv_bytes_per_token(config, 2)
+    # A TPU keeps whole rows of 128 lanes, and a key and its value share one here.
+    assert sizes["TPU v6e"] == 16 * config.layers * config.kv_heads * 128 * 2 > sizes["H100"]
+    assert code(*arguments) == 0
+    assert f"{sizes['H100'] / 2**20:.2f} to {sizes['TPU v6e'] / 2**20:.2f} MiB a page" in capsys.readouterr().out
     assert code(*arguments, "--chip", "H100", "--chip", "L4") == 0
     out = capsys.readouterr().out
     assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:] == ["H100", "L4"]
