@@ -26,6 +26,8 @@ ROWS = 64
 """Query rows of a tile: what one wgmma takes."""
 KEYS = 64
 """Keys of a block. Every page size fills it evenly, or is filled by it; and the ring of a head of 256 still fits."""
+PART = 128
+"""Features of a head whose sums are updated at once."""
 ROOM = 110 * 1024
 """Bytes of shared memory that a tile takes if it can: with two on an SM, one computes while the other waits."""
 COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
@@ -58,6 +60,14 @@ class Call:
     def swizzle(self) -> int:
         """Bytes of a line of a swizzled tile: the most that a head is a multiple of."""
         return next(width for width in (128, 64, 32) if self.head_dim % (width // 2) == 0)
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Begin and width of the parts of a head that are summed one after the other.
+
+        The sum and what is added to it must be in registers together; whole heads of 256 would not fit.
+        """
+        return [(begin, min(PART, self.head_dim - begin)) for begin in range(0, self.head_dim, PART)]
 
     @property
     def stages(self) -> int:
@@ -121,7 +131,8 @@ class Span(NamedTuple):
 class Softmax(NamedTuple):
     """Of each row so far: the weighted sum of values, the highest score, the sum of weights."""
 
-    mixed: Float32[Array, "rows c"]
+    mixed: tuple[Float32[Array, "rows width"], ...]
+    """Side by side, as `Call.parts` cuts a head."""
     peak: Float32[Array, " rows"]
     total: Float32[Array, " rows"]
 
@@ -184,25 +195,28 @@ def attend(
         peak, fade, weights = _weigh(jnp.where(seen(key), _capped(call, scores), 2 * LOWEST), state.peak)
         rooms.weights[...] = weights.astype(jnp.bfloat16)
         plgpu.barrier_wait(rooms.values_here.at[stage])
-        _silence(rooms.values, stage, block, span)
+        _silence(call, rooms.values, stage, block, span)
         plgpu.commit_smem()
-        mixed = _dot(rooms.weights, rooms.values.at[stage], (ROWS, call.head_dim))
-        mixed += state.mixed * _across(fade, mixed.shape)
-        return owners, Softmax(mixed, peak, state.total * fade + jnp.sum(weights, axis=1))
+        mixed = []
+        for (begin, width), sums in zip(call.parts, state.mixed, strict=True):
+            fresh = _dot(rooms.weights, rooms.values.at[stage, :, pl.ds(begin, width)], (ROWS, width))
+            mixed.append(sums * _across(fade, sums.shape) + fresh)
+        return owners, Softmax(tuple(mixed), peak, state.total * fade + jnp.sum(weights, axis=1))
 
     return lax.fori_loop(span.first, span.last, turn, (owners, state))[1]
 
 
-def nothing(head_dim: int) -> Softmax:
+def nothing(call: Call) -> Softmax:
     """A softmax over no keys."""
     flat = jnp.zeros((ROWS,), jnp.float32)
-    return Softmax(jnp.zeros((ROWS, head_dim), jnp.float32), flat + LOWEST, flat)
+    return Softmax(tuple(jnp.zeros((ROWS, width), jnp.float32) for _, width in call.parts), flat + LOWEST, flat)
 
 
-def average(state: Softmax) -> Float32[Array, "rows c"]:
-    """The weighted mean of the values; 0 where nothing was met."""
+def store(call: Call, room: Any, state: Softmax) -> None:
+    """Put the weighted mean of the values into `room` [ROWS, c]; 0 where nothing was met."""
     share = 1.0 / jnp.where(state.total == 0.0, 1.0, state.total)
-    return state.mixed * _across(share, state.mixed.shape)
+    for (begin, width), sums in zip(call.parts, state.mixed, strict=True):
+        room[:, pl.ds(begin, width)] = (sums * _across(share, sums.shape)).astype(jnp.bfloat16)
 
 
 def _owners(call: Call, source: Source, span: Span, block: Scalar) -> Owners:
@@ -242,14 +256,15 @@ def _weigh(
     return higher, jnp.exp(peak - higher), jnp.exp(scores - _across(higher, scores.shape))
 
 
-def _silence(values: Any, stage: Scalar, block: Scalar, span: Span) -> None:
+def _silence(call: Call, values: Any, stage: Scalar, block: Scalar, span: Span) -> None:
     """Zero the values of a block that lie outside of the span: they may be NaN, and 0 times NaN is NaN."""
 
     @pl.when((block * KEYS < span.begin) | ((block + 1) * KEYS > span.end))
     def _() -> None:
-        whole = values[stage]
-        key = block * KEYS + lax.broadcasted_iota(jnp.int32, whole.shape, 0)
-        values[stage] = jnp.where((key >= span.begin) & (key < span.end), whole, jnp.zeros_like(whole))
+        for begin, width in call.parts:
+            part = values.at[stage, :, pl.ds(begin, width)]
+            key = block * KEYS + lax.broadcasted_iota(jnp.int32, (KEYS, width), 0)
+            part[...] = jnp.where((key >= span.begin) & (key < span.end), part[...], jnp.bfloat16(0))
 
 
 def _across(column: Float32[Array, " rows"], shape: tuple[int, ...]) -> Float32[Array, "rows any"]:

@@ -26,9 +26,9 @@ from pallas_kernels.gpu_attention import (
     Source,
     Span,
     attend,
-    average,
     nothing,
     open_pool,
+    store,
 )
 
 PROGRAMS = 264
@@ -101,8 +101,8 @@ def _kernel(call: Call, *refs: Any) -> None:
     def seen(key: Int32[Array, "rows keys"]) -> Bool[Array, "rows keys"]:
         return (key >= span.begin) & (key < span.end)
 
-    state = attend(call, rooms, Source(pages, page_table, row, head), span, nothing(call.head_dim), seen)
-    rooms.queries[...] = average(state).astype(jnp.bfloat16)
+    state = attend(call, rooms, Source(pages, page_table, row, head), span, nothing(call), seen)
+    store(call, rooms.queries, state)
     peak[...] = state.peak
     total[...] = state.total
     plgpu.commit_smem()

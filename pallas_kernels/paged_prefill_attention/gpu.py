@@ -26,9 +26,9 @@ from pallas_kernels.gpu_attention import (
     Source,
     Span,
     attend,
-    average,
     nothing,
     open_pool,
+    store,
 )
 
 
@@ -98,7 +98,7 @@ def _kernel(call: Call, queries: Any, pages: Any, page_table: Any, start: Any, c
     line = ((row * call.heads + head) * mixed.shape[2] + tile) * ROWS
     plgpu.copy_gmem_to_smem(queries.at[pl.ds(pl.multiple_of(line, ROWS), ROWS)], rooms.queries, rooms.queries_here)
     plgpu.barrier_wait(rooms.queries_here)
-    state = nothing(call.head_dim)
+    state = nothing(call)
     if sinks:
         plgpu.copy_gmem_to_smem(sinks[0].at[head, pl.ds(tile * ROWS, ROWS)], sink, rooms.queries_here)
         plgpu.barrier_wait(rooms.queries_here)
@@ -111,7 +111,7 @@ def _kernel(call: Call, queries: Any, pages: Any, page_table: Any, start: Any, c
         return unpadded if call.window is None else unpadded & (key > position - call.window)
 
     state = attend(call, rooms, Source(pages, page_table, row, head), span, state, seen)
-    rooms.queries[...] = average(state).astype(jnp.bfloat16)
+    store(call, rooms.queries, state)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(rooms.queries, mixed.at[row, head, tile])
     plgpu.wait_smem_to_gmem(0)
@@ -121,6 +121,5 @@ def _span(call: Call, tile: Scalar, start: Scalar, count: Scalar) -> Span:
     """The keys from the first that a tile's first token sees to its last token's own; none for a tile of padding."""
     first, last = lax.div(tile * ROWS, call.group), lax.div(tile * ROWS + ROWS - 1, call.group)
     begin = jnp.int32(0) if call.window is None else jnp.maximum(start + first - call.window + 1, 0)
-    begin = jnp.where(first < count, begin, 0)
     end = jnp.where(first < count, start + jnp.minimum(last + 1, count), 0)
     return Span(begin, end, lax.div(begin, KEYS), lax.div(end + KEYS - 1, KEYS))

@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels.shapes import AttentionShape as Shape
 
-from .attention_cases import Case
+from .attention_cases import Case, make_case
 
 KEYS = 150
 """Most keys of a row: two whole blocks and part of one."""
@@ -17,8 +17,13 @@ WINDOW = 90
 """Widest window: it begins inside a block."""
 
 
-def rounded(case: Case) -> Case:
-    """The case in bfloat16, as the kernels take it."""
+def make_rounded_case(shape: Shape, lengths: list[int]) -> Case:
+    """A case in bfloat16, as the kernels take it, with nonsense for pages that lie before the windows too."""
+    case = make_case(shape, lengths)
+    if shape.window is not None:
+        for row, length in enumerate(lengths):
+            first = max(0, length - min(shape.tokens, length) - shape.window + 1)
+            case.page_table[row, : first // shape.page_size] = 2**30
     return case._replace(queries=jnp.asarray(case.queries, jnp.bfloat16), pages=jnp.asarray(case.pages, jnp.bfloat16))
 
 
