@@ -1,0 +1,144 @@
+"""Checks and times everything of ours that runs on a GPU, within a budget of seconds. docs/gpu.md explains the table.
+
+python scripts/gpu_check.py --json check.json                 on a machine with one GPU
+python scripts/gpu_check.py --small                           the same on CPU: tiny, kernels interpreted
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpu.jobs import Job, Row
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED = ("jax", "flax", "numpy", "jaxtyping", "psutil")
+OPERATIONS = ("paged_decode_attention", "paged_prefill_attention", "kv_write", "quant_matmul")
+KERNELS = tuple(f"kernels {operation}" for operation in OPERATIONS)
+TIMINGS = ("speeds", "steps default", "steps pallas")
+KERNELS_SHARE = 0.4
+"""Of the budget, what the kernels' check may take: it runs first, as a wrong kernel's time means nothing."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check, or in a child one part of it; the exit code of `gpu.table.exit_code`."""
+    options = _options(argv)
+    sys.path[:0] = [*([options.packages] if options.packages else []), str(ROOT), str(ROOT / "scripts")]
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        print(
+            f"missing: {', '.join(missing)}. Where there is no network, bring them in a folder: "
+            f"pip install --target FOLDER --no-deps {' '.join(missing)} (with jaxtyping: wadler-lindig), "
+            "then --packages FOLDER",
+            file=sys.stderr,
+        )
+        return 3
+    if options.part:
+        return _carry_out(options)
+    return _check(options)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=330.0, help="seconds for everything (default 330)")
+    parser.add_argument("--json", metavar="FILE", help="write every row there")
+    parser.add_argument("--small", action="store_true", help="tiny, on CPU, kernels interpreted")
+    parser.add_argument("--packages", metavar="FOLDER", help="packages that this Python lacks")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("skip", nargs="*", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _carry_out(options: argparse.Namespace) -> int:
+    """One part, in the process that is its own."""
+    from gpu.jobs import carry_out
+
+    carry_out(_jobs(options.part, options.small), options.skip, options.report)
+    return 0
+
+
+def _jobs(part: str, small: bool) -> "list[Job]":
+    kind, _, which = part.partition(" ")
+    if kind == "kernels":
+        from gpu.kernels import kernel_jobs
+
+        return kernel_jobs(which, small)
+    if kind == "steps":
+        from gpu.steps import step_jobs
+
+        return step_jobs(which, small)
+    from gpu.clock import speed_jobs
+
+    return speed_jobs(small)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from gpu.table import exit_code, table
+
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        kernels_end = begin + KERNELS_SHARE * options.budget
+        rows = _together(KERNELS, options, Path(folder), kernels_end)
+        for part in TIMINGS:  # one after the other: each has the device to itself
+            rows += _apart(part, options, Path(folder), begin + options.budget)
+    spent = time.monotonic() - begin
+    if options.json:
+        Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    print(f"\n{_versions()}; {spent:.0f} of {options.budget:.0f} s{', small' if options.small else ''}\n")
+    print(table(rows))
+    return exit_code(rows)
+
+
+def _together(parts: Sequence[str], options: argparse.Namespace, folder: Path, deadline: float) -> "list[Row]":
+    """Rows of parts that may run at once."""
+    found: dict[str, list[Row]] = {}
+
+    def run(part: str) -> None:
+        found[part] = _apart(part, options, folder, deadline)
+
+    threads = [threading.Thread(target=run, args=(part,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [row for part in parts for row in found[part]]
+
+
+def _apart(part: str, options: argparse.Namespace, folder: Path, deadline: float) -> "list[Row]":
+    from gpu.jobs import run_apart
+
+    report = folder / f"{part.replace(' ', '-')}.jsonl"
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--part", part, "--report", str(report)]
+    command += ["--small"] if options.small else []
+    command += ["--packages", options.packages] if options.packages else []
+    rows = list(run_apart(part, command, report, deadline, _environment(part, options.small)))
+    print(f"{part}: {len(rows)} rows", file=sys.stderr, flush=True)
+    return rows
+
+
+def _environment(part: str, small: bool) -> dict[str, str]:
+    """Kernels are checked side by side, so that none may take the whole device; a small run is for CPU."""
+    return {
+        **os.environ,
+        **({"JAX_PLATFORMS": "cpu"} if small else {}),
+        **({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if part in KERNELS else {}),
+    }
+
+
+def _versions() -> str:
+    import jax
+
+    return f"JAX {jax.__version__}, Python {sys.version.split()[0]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
