@@ -1,5 +1,7 @@
-"""Compiles every kernel and both steps for TPUs that are not there, and prints what they cost. docs/tpu.md explains.
+"""Compiles every kernel and both steps for TPUs that are not there, and prints what they cost; docs/tpu.md explains.
 
+python scripts/tpu_aot.py --libtpu .venv/libtpu
+python scripts/tpu_aot.py --chip v6e --kernel paged_decode_attention --model llama3.1-8b --json
 python scripts/tpu_aot.py kernel paged_decode_attention --shape "llama3-8b 16" --chip v6e --loops
 """
 
@@ -9,37 +11,76 @@ import sys
 from dataclasses import asdict
 from typing import Annotated
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: it shall not look for a TPU
 
 import typer
-from aot import libtpu
+from aot import libtpu, table
 from aot.chips import GENERATIONS, generation
 from aot.figures import loop_lines, measure
-from aot.kernels import DTYPES, cases
+from aot.kernels import DTYPES, OPERATIONS, cases
+from aot.steps import KINDS, PUBLISHED, Serving, config_of
+from tqdm import tqdm
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Chips = Annotated[list[str] | None, typer.Option("--chip", metavar="NAME", help="Only this chip; may be repeated.")]
-Library = Annotated[str | None, typer.Option("--libtpu", help="Folder of libtpu.so; else TPU_LIBRARY_PATH names it.")]
+DTypes = Annotated[list[str] | None, typer.Option("--dtype", metavar="NAME", help="Only this; may be repeated.")]
+Shape = Annotated[str, typer.Option(help="Only shapes whose name has this in it.")]
+Library = Annotated[
+    str | None, typer.Option("--libtpu", help="Folder of libtpu.so; else TPU_LIBRARY_PATH is the file.")
+]
 
 
-@app.callback()
-def callback() -> None:
-    """Compile for TPUs without one."""
+@app.callback(invoke_without_command=True)
+def everything(
+    context: typer.Context,
+    *,
+    chip: Chips = None,
+    kernel: Annotated[list[str] | None, typer.Option("--kernel", help="Only this operation; 'none' for none.")] = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help="Only steps of this; 'none' for none.")] = None,
+    dtype: DTypes = None,
+    shape: Shape = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/tpu.md.")] = False,
+    library: Library = None,
+) -> None:
+    """Compile every kernel at every shape and both steps of two models for TPUs, without one.
+
+    Says how many bundles a kernel issues for a page beside the cycles in which the page arrives, and whether each
+    program fits its chip. Exit code 1 where one does not compile or does not fit. About 20 minutes for everything.
+    """
+    if context.invoked_subcommand:
+        return
+    libtpu.start(library)
+    jobs = _jobs(_named(kernel, OPERATIONS), _named(model, tuple(PUBLISHED)), tuple(dtype or DTYPES), shape)
+    pairs = [(job, generation(name).name) for name in chip or GENERATIONS for job in jobs]
+    with tqdm(pairs, unit="program", disable=None) as bar:
+        outcomes = []
+        for job, name in bar:
+            bar.set_description(f"{name} {job}"[:60])
+            outcomes.append(table.run(job, name))
+    if as_json:
+        print(json.dumps([one.record() for one in outcomes]))
+    else:
+        print(table.markdown(outcomes) if as_markdown else table.text(outcomes))
+    faults = [one for one in outcomes if one.fault]
+    if faults and (as_json or as_markdown):
+        print("\n".join(f"{one.job} on {one.chip}: {one.fault}" for one in faults), file=sys.stderr)
+    raise typer.Exit(1 if faults else 0)
 
 
 @app.command()
 def kernel(
     operation: str,
     *,
-    shape: Annotated[str, typer.Option(help="Only shapes whose name has this in it.")] = "",
-    dtype: Annotated[list[str] | None, typer.Option(help="Only this; may be repeated.")] = None,
+    shape: Shape = "",
+    dtype: DTypes = None,
     chip: Chips = None,
     loops: Annotated[bool, typer.Option("--loops", help="Show every loop of the kernel.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON a case.")] = False,
     library: Library = None,
 ) -> None:
-    """Compile one kernel and print its figures, a line a case; for tuning."""
+    """Compile one kernel and print its figures, a line a case; for tuning. A fault of the kernel is raised."""
     libtpu.start(library)
     for case in cases(operation, tuple(dtype or DTYPES), shape):
         for name in chip or GENERATIONS:
@@ -47,6 +88,22 @@ def kernel(
             print(json.dumps(asdict(found)) if as_json else found.line(), flush=True)
             if loops:
                 print("\n".join(loop_lines(schedule, generation(name))), flush=True)
+
+
+def _named(given: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    """What was asked for, all of it by default."""
+    if given == ["none"]:
+        return ()
+    return tuple(given or known)
+
+
+def _jobs(kernels: tuple[str, ...], models: tuple[str, ...], dtypes: tuple[str, ...], shape: str) -> list[table.Job]:
+    """Raises ValueError for a kernel or a model that does not exist."""
+    jobs: list[table.Job] = [case for name in kernels for case in cases(name, dtypes, shape)]
+    for model in models:
+        config_of(model)
+        jobs += [table.StepJob(model, kind, Serving()) for kind in KINDS]
+    return jobs
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 BUNDLE = re.compile(r"^ *(?:0x)?([0-9a-f]+) +(?:[A-Z]{2})? *: *(>*) *\{", re.MULTILINE)
 REGION = re.compile(r"Start(?:/End empty)? region (\d+)\b")
-BRANCH = re.compile(r"= sbr\.rel(?: \((!?)(%p\d+)\w*\))? target = \$region(\d+)")
-OPERATION = re.compile(r"= ([a-z][\w.]*)")
-STARTED = re.compile(r"= dma\.([a-z]+_to_[a-z]+)")
-AWAITED = re.compile(r"= dma\.done\.wait (?:\([^)]*\), )?[^,]*, ([%\w]+)")
+# An instruction stands behind { or ;; and comments, which quote others, do not.
+OPERATION = re.compile(r"(?:\{|;;) +%\w+ = ([a-z][\w.]*)")
+BRANCH = re.compile(r"(?:\{|;;) +%\w+ = sbr\.rel(?: \((!?)(%p\d+)\w*\))? target = \$region(\d+)")
+STARTED = re.compile(r"(?:\{|;;) +%\w+ = dma\.[a-z]+_to_[a-z]+")
+AWAITED = re.compile(r"(?:\{|;;) +%\w+ = dma\.done\.wait (?:\([^)]*\), )?[^,]*, ([%\w]+)")
 VECTOR_SLOTS = frozenset({"MXU", "MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VSTORE"})  # a wait fills VLOAD
 SCALAR = re.compile(
     r"(%[sp]\d+)_\w+ = (scmp\.ge|sadd\.s32|sphi|smov)[\w.]* (?:\([^),]*\), )?((?:%?\w+, )*%?\w+) ", re.MULTILINE
@@ -53,7 +54,10 @@ class Loop:
     own: int
     """Bundles that belong to no loop inside this one."""
     vector: bool
-    """Whether its own bundles touch vectors; a loop that does not starts copies or waits for them."""
+    """Whether its own bundles touch vectors; a loop that does not starts copies or waits for them.
+
+    Delay slots of the branch that closes it are left out: what comes behind the loop may begin in them.
+    """
     started: int
     """DMAs that its own bundles start."""
     awaited: int | None
@@ -168,14 +172,15 @@ class Schedule:
             trips=self._trips(end - self.delay - 1),
             shortest=self._shortest(start, end),
             own=len(own),
-            vector=any(
-                self.slots[at][unit] for at in own for unit, name in enumerate(self.names) if name in VECTOR_SLOTS
-            ),
+            vector=any(self._touches_vectors(at) for at in own if at < end - self.delay),
             started=sum(len(STARTED.findall(self.lines[at])) for at in own),
             awaited=self._awaited([size for at in own for size in AWAITED.findall(self.lines[at])]),
             busiest=self._busiest(range(start, end)),
             inner=tuple(made[span] for span in direct),
         )
+
+    def _touches_vectors(self, at: int) -> bool:
+        return any(self.slots[at][unit] for unit, name in enumerate(self.names) if name in VECTOR_SLOTS)
 
     def _trips(self, branch: int) -> int | None:
         """How often the loop that `branch` closes runs: of `i = 0; do { ...; i = 1 + i } while (!(i >= trips))`."""

@@ -1,12 +1,15 @@
 """Compiles a function for a TPU generation and collects what came of it.
 
-Needs `libtpu.start` first. Compiles one program at a time: the compiler writes its dumps where all programs' go.
+Needs `libtpu.start` first. Only one program at a time can be compiled and read: the compiler writes the dumps of all
+to one folder, under names that they may share.
 """
 
+import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -85,15 +88,16 @@ def compile_for(chip: str, function: Callable[..., Any], *args: Any, **kwargs: A
     Raises what the compiler raises, jax.errors.JaxRuntimeError for a program that does not fit.
     """
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function, static_argnames=tuple(kwargs))
-    return compile_lowered(chip, lambda: jitted.lower(*on(mesh(chip), args), **kwargs))
+    devices = mesh(chip)
+    return compile_lowered(chip, devices, lambda: jitted.lower(*on(devices, args), **kwargs))
 
 
-def compile_lowered(chip: str, lower: Callable[[], jax.stages.Lowered]) -> Program:
-    """Lower and compile. `lower` uses shapes whose shardings are on a mesh of that generation."""
+def compile_lowered(chip: str, devices: Mesh, lower: Callable[[], jax.stages.Lowered]) -> Program:
+    """Lower and compile. `lower` uses shapes whose shardings are on `devices`, a mesh of that generation."""
     folder = libtpu.start()
     _empty(folder)
     start = time.monotonic()
-    with _no_cache():
+    with _no_cache(), jax.set_mesh(devices):  # Pallas asks the mesh, or else this machine's CPU, which TPU it is
         compiled = lower().compile()
     seconds = time.monotonic() - start
     memory: Any = compiled.memory_analysis()
@@ -111,6 +115,24 @@ def compile_lowered(chip: str, lower: Callable[[], jax.stages.Lowered]) -> Progr
         code_bytes=memory.generated_code_size_in_bytes,
         seconds=seconds,
     )
+
+
+def compile_all(chip: str, jobs: Mapping[str, Callable[[], jax.stages.Lowered]]) -> dict[str, Exception]:
+    """Compile every job on as many threads as there are cores and keep nothing; what the ones that fail raise, by name.
+
+    Lowering is Python and takes its turn, the compiler runs beside it.
+    """
+
+    def run(lower: Callable[[], jax.stages.Lowered]) -> None:
+        with jax.set_mesh(devices):  # of this thread
+            lower().compile()
+
+    folder, devices = libtpu.start(), mesh(chip)
+    with _no_cache(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = {name: pool.submit(run, lower) for name, lower in jobs.items()}
+        errors = {name: future.exception() for name, future in futures.items()}
+    _empty(folder)
+    return {name: error for name, error in errors.items() if isinstance(error, Exception)}
 
 
 def pallas_calls(text: str) -> list[str]:

@@ -15,6 +15,8 @@ from pallas_kernels.pages import empty_pages
 OPERATIONS = ("paged_decode_attention", "paged_prefill_attention", "kv_write", "quant_matmul")
 DTYPES = ("bfloat16", "float32", "int8")
 """Of pages. Queries of int8 pages are bfloat16."""
+POOL_NUMBERS = 2**28
+"""256 MiB of int8; the largest VMEM has 128."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Case:
     static: dict[str, Any] = field(default_factory=dict)
     donated: tuple[int, ...] = ()
     unit_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.operation} [{self.shape}] {self.dtype}"
 
     def jitted(self) -> Any:
         """The kernel as the engine's steps call it."""
@@ -118,8 +123,9 @@ def page_bytes(pages: Any) -> int:
 
 
 def _pages(shape: Any, dtype: str) -> Any:
-    """The pool of a case: the pages of its rows and one more."""
-    count = shape.rows * shape.table_width + 1
+    """The pool of a case: pages for all its rows, and more than the chip holds, where XLA would put a small one."""
+    page = shape.planes * shape.kv_heads * shape.page_size * shape.head_dim
+    count = max(shape.rows * shape.table_width + 1, POOL_NUMBERS // page)
     whole = (count, shape.planes, shape.kv_heads, shape.page_size, shape.head_dim)
     pages = jax.eval_shape(lambda: empty_pages(whole, jnp.dtype(dtype)))
     return Int8Pages(*pages) if isinstance(pages, Int8Pages) else pages

@@ -1,0 +1,190 @@
+"""The engine's two steps, built for a TPU as the engine builds them, without values.
+
+Knows the shapes of two models by heart. `jaxinfer.engine.runner` builds the same program for the devices that it has.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from aot.chips import generation
+from aot.compiling import Program, compile_lowered, mesh
+from jaxinfer.config import ModelConfig
+from jaxinfer.engine import steps
+from jaxinfer.engine.batches import Layout
+from jaxinfer.engine.cache import page_bytes, pages_per_sequence
+from jaxinfer.engine.lanes import page_lanes
+from jaxinfer.engine.ops import PagedOps
+from jaxinfer.engine.sharding import TENSOR, param_shardings, replicated
+from jaxinfer.engine.state import make_state, state_shardings
+from jaxinfer.model.families import config_from_hf
+from jaxinfer.model.quantised import bytes_of, parts_of, spread_all
+from jaxinfer.model.transformer import Transformer, abstract_params
+
+Kind = Literal["decode", "prefill"]
+KINDS: tuple[Kind, ...] = ("decode", "prefill")
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1_536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8_192,
+        "rope_theta": 100_000,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "llama3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128_256,
+        "hidden_size": 4_096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8_192,
+        },
+    },
+}
+"""What config.json of SmolLM2-135M and of Llama 3.1 8B says of the architecture."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a step is compiled for: `rows` sequences of up to `context` tokens, prefill in chunks of `chunk`.
+
+    The pool holds all of them. dtype: of the model and, unless cache_dtype is given, of the pages.
+    """
+
+    rows: int = 16
+    context: int = 4_096
+    page_size: int = 128
+    chunk: int = 512
+    dtype: str = "bfloat16"
+    cache_dtype: str | None = None
+    quantize: Literal["int8", "int4"] | None = None
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool."""
+        return self.rows * pages_per_sequence(self.page_size, self.context)
+
+    @property
+    def held(self) -> str:
+        """The dtype of the pages."""
+        return self.cache_dtype or self.dtype
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step compiled: of which model, and over how many devices."""
+
+    model: str
+    kind: Kind
+    tensor: int
+    config: ModelConfig
+    program: Program
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """How many Pallas calls of each name it makes."""
+        return dict(Counter(name.rpartition(".")[0] or name for name in self.program.kernels))
+
+
+@cache
+def config_of(model: str, layers: int | None = None) -> ModelConfig:
+    """A model's configuration, with fewer layers where wished. Raises ValueError for another model."""
+    if model not in PUBLISHED:
+        raise ValueError(f"no model {model!r}; expected one of {', '.join(PUBLISHED)}")
+    config = config_from_hf(PUBLISHED[model])
+    return config if layers is None else replace(config, layers=layers)
+
+
+def devices_for(config: ModelConfig, serving: Serving, chip: str) -> int:
+    """1 where weights and pool leave a tenth of a device's memory free, else 4."""
+    weights = sum(bytes_of(part) for leaf in _leaves(config, serving) for part in parts_of(leaf))
+    pool = serving.pages * page_bytes(config, serving.page_size, serving.held, platform="tpu")
+    return 1 if weights + pool <= 0.9 * generation(chip).device_memory else 4
+
+
+def _leaves(config: ModelConfig, serving: Serving) -> list[Any]:
+    params = abstract_params(config, serving.dtype, serving.quantize)
+    return jax.tree.leaves(params, is_leaf=lambda leaf: not isinstance(leaf, dict))
+
+
+def compile_step(
+    model: str, kind: Kind, chip: str, serving: Serving, *, tensor: int | None = None, layers: int | None = None
+) -> Step:
+    """Compile a step of a model for `tensor` devices of a generation, by default as many as it needs.
+
+    Raises ValueError for a model that is not known, and what the compiler raises.
+    """
+    config = replace(config_of(model, layers), context=serving.context)
+    tensor = tensor or devices_for(config, serving, chip)
+    devices = mesh(chip, tensor, TENSOR)
+    step, args, program = build(config, kind, serving, devices)
+    compiled = compile_lowered(chip, devices, lambda: step.lower(*args, program=program))
+    return Step(model, kind, tensor, config, compiled)
+
+
+def build(
+    config: ModelConfig, kind: Kind, serving: Serving, devices: Mesh
+) -> tuple[Any, tuple[Any, ...], steps.Program]:
+    """A step of the engine, the shapes of its arguments on that mesh, and what is static in it."""
+    whole, shardings = replicated(devices), state_shardings(config, devices)
+    layout = Layout(
+        tokens=0 if kind == "decode" else serving.chunk,
+        pages=pages_per_sequence(serving.page_size, serving.context),
+        slots=serving.rows,
+        vocab=config.vocab_size,
+    )
+    ops = PagedOps(platform="tpu", mesh=devices, lanes=page_lanes(config, serving.held, "tpu"))
+    program = steps.Program(Transformer(config, jnp.dtype(serving.dtype)), ops, layout, shardings, whole)
+    params = abstract_params(config, serving.dtype, serving.quantize)
+    params = _placed(params, spread_all(params, param_shardings(config, devices)))
+    state = _placed(_state(config, serving, devices), shardings)
+    rows = jax.ShapeDtypeStruct((serving.rows if kind == "decode" else 1, layout.width), jnp.int32, sharding=whole)
+    step = steps.decode_step if kind == "decode" else steps.prefill_step
+    return step, (params, state, rows), program
+
+
+def _state(config: ModelConfig, serving: Serving, devices: Mesh) -> Any:
+    return jax.eval_shape(
+        lambda: make_state(
+            config,
+            pages=serving.pages,
+            page_size=serving.page_size,
+            slots=serving.rows,
+            vocab=config.vocab_size,
+            dtype=jnp.dtype(serving.held),
+            mesh=devices,
+        )
+    )
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    """Shapes with the shardings of a tree that may end above their leaves."""
+    return jax.tree.map(
+        lambda sharding, tree: jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+        ),
+        shardings,
+        shapes,
+    )

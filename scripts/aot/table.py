@@ -1,0 +1,148 @@
+"""Everything that scripts/tpu_aot.py compiles, and what it prints of it: lines, JSON, or the tables of docs/tpu.md."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from aot.chips import GENERATIONS
+from aot.figures import Figures, measure
+from aot.kernels import Case
+from aot.steps import Kind, Serving, Step, compile_step
+
+GIB = 2.0**30
+KERNEL_COLUMNS = (
+    "kernel",
+    "shape",
+    "dtype",
+    "chip",
+    "bundles",
+    "bundles / unit",
+    "bytes / unit",
+    "DMA cycles",
+    "ratio",
+)
+STEP_COLUMNS = ("model", "step", "chip", "devices", "GiB of each", "GiB it has", "kernels", "compiled in")
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """A step to compile."""
+
+    model: str
+    kind: Kind
+    serving: Serving
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.kind}"
+
+
+Job = Case | StepJob
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one job on one chip; fault is what is wrong with it, None for nothing."""
+
+    job: Job
+    chip: str
+    found: Figures | Step | None
+    fault: str | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As plain data."""
+        of: dict[str, Any] = {"job": str(self.job), "chip": self.chip, "fault": self.fault}
+        if isinstance(self.found, Figures):
+            of |= {name: getattr(self.found, name) for name in self.found.__dataclass_fields__}
+            of["bound"] = self.found.bound
+        elif self.found:
+            program = self.found.program
+            of |= {
+                "model": self.found.model,
+                "step": self.found.kind,
+                "devices": self.found.tensor,
+                "device_bytes": program.bytes,
+                "device_memory": program.chip.device_memory,
+                "kernels": self.found.kernels,
+                "seconds": program.seconds,
+            }
+        return of
+
+
+def run(job: Job, chip: str) -> Outcome:
+    """Compile a job. What a kernel refuses and what the compiler says is the outcome, whatever its type."""
+    try:
+        if isinstance(job, Case):
+            return Outcome(job, chip, measure(job, chip)[0])
+        step = compile_step(job.model, job.kind, chip, job.serving)
+    except Exception as error:
+        return Outcome(job, chip, None, f"{type(error).__name__}: {_first_line(error)}")
+    lacking = step.program.bytes - step.program.chip.device_memory
+    return Outcome(job, chip, step, f"lacks {lacking / GIB:.2f} GiB on each device" if lacking > 0 else None)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]
+
+
+def text(outcomes: Iterable[Outcome]) -> str:
+    """One table of kernels and one of steps, and the faults."""
+    outcomes = list(outcomes)
+    kernels = [_kernel_cells(one.found) for one in outcomes if isinstance(one.found, Figures)]
+    steps = [_step_cells(one.found) for one in outcomes if isinstance(one.found, Step)]
+    faults = [f"{one.job} on {one.chip}: {one.fault}" for one in outcomes if one.fault]
+    tables = [
+        "\n".join(_aligned([columns, *rows]))
+        for columns, rows in ((KERNEL_COLUMNS, kernels), (STEP_COLUMNS, steps))
+        if rows
+    ]
+    return "\n\n".join([*tables, *(["\n".join(faults)] if faults else [])])
+
+
+def _kernel_cells(found: Figures) -> tuple[str, ...]:
+    cells = (found.kernel, found.shape, found.dtype, found.chip, f"{found.bundles:,}")
+    if found.ratio is None or found.unit_bundles is None:
+        return (*cells, "-", f"{found.unit_bytes:,}", "-", "-")
+    cycles = f"{GENERATIONS[found.chip].dma_cycles(found.unit_bytes):,.0f}"
+    return (*cells, f"{found.unit_bundles:,.0f}", f"{found.unit_bytes:,}", cycles, f"{found.ratio:.2f} {found.bound}")
+
+
+def _step_cells(found: Step) -> tuple[str, ...]:
+    program, chip = found.program, found.program.chip
+    kernels = ", ".join(f"{count} {name}" for name, count in found.kernels.items()) or "none"
+    sizes = (f"{program.bytes / GIB:.2f}", f"{chip.device_memory / GIB:.0f}")
+    return (found.model, found.kind, chip.name, str(found.tensor), *sizes, kernels, f"{program.seconds:.0f} s")
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def markdown(outcomes: Iterable[Outcome]) -> str:
+    """The tables of docs/tpu.md: a kernel and shape a row, a chip a column."""
+    outcomes = list(outcomes)
+    kernels = [one.found for one in outcomes if isinstance(one.found, Figures)]
+    chips = [name for name in GENERATIONS if any(found.chip == name for found in kernels)]
+    cells = {(found.kernel, found.shape, found.dtype, found.chip): _ratio(found) for found in kernels}
+    rows = [
+        (f"`{kernel}`", shape, dtype, *(cells.get((kernel, shape, dtype, chip), "") for chip in chips))
+        for kernel, shape, dtype in dict.fromkeys((found.kernel, found.shape, found.dtype) for found in kernels)
+    ]
+    steps = [_step_cells(one.found) for one in outcomes if isinstance(one.found, Step)]
+    tables = [_piped([("kernel", "shape", "dtype", *chips), *rows])] if rows else []
+    return "\n\n".join([*tables, *([_piped([STEP_COLUMNS, *steps])] if steps else [])])
+
+
+def _ratio(found: Figures) -> str:
+    """Bundles a unit / DMA cycles a unit, and what that is; in bold where it is above 1."""
+    if found.ratio is None or found.unit_bundles is None:
+        return f"{found.bundles:,} in all"
+    cycles = GENERATIONS[found.chip].dma_cycles(found.unit_bytes)
+    ratio = f"{found.ratio:.2f}" if found.ratio <= 1 else f"**{found.ratio:.2f}**"
+    return f"{found.unit_bundles:,.0f} / {cycles:,.0f} = {ratio}"
+
+
+def _piped(rows: list[tuple[str, ...]]) -> str:
+    ruled = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in ruled)

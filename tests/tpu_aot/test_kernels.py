@@ -1,0 +1,52 @@
+"""Every TPU kernel compiles for every generation at every shape; decode attention reads as fast as the memory gives."""
+
+import jax
+import pytest
+from aot.chips import GENERATIONS
+from aot.compiling import compile_all, mesh, on
+from aot.figures import measure
+from aot.kernels import DTYPES, OPERATIONS, cases
+
+
+def lowering(case, devices):
+    return lambda: case.jitted().lower(*on(devices, case.args))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("chip", GENERATIONS)
+def test_every_shape_compiles(chip, operation, dtype):
+    devices = mesh(chip)
+    jobs = {case.shape: lowering(case, devices) for case in cases(operation, (dtype,))}
+    assert jobs
+    assert compile_all(chip, jobs) == {}
+
+
+# The statement that decode attention is bound by memory: of Llama 3.1 8B, bfloat16, pages of 128 tokens.
+DECODE = "llama3-8b 16 x 1024, pages of 128"
+
+
+@pytest.mark.parametrize("chip", GENERATIONS)
+def test_decode_attention_issues_fewer_bundles_than_its_pages_take_to_arrive(chip):
+    (case,) = cases("paged_decode_attention", ("bfloat16",), DECODE)
+    found, _ = measure(case, chip)
+    assert case.unit_bytes == 2 * 8 * 128 * 128 * 2
+    assert found.turn_bytes % case.unit_bytes == 0  # a turn waits for whole pages and for nothing else
+    assert found.unit_bundles <= GENERATIONS[chip].dma_cycles(case.unit_bytes)
+    assert found.bound == "memory"
+
+
+def test_what_a_kernel_refuses_or_the_compiler_does_is_named():
+    def refused():
+        raise NotImplementedError("not this one")
+
+    devices = mesh("v5e")
+    large = on(devices, jax.ShapeDtypeStruct((2**33,), "bfloat16"))
+    small = on(devices, jax.ShapeDtypeStruct((2**3,), "bfloat16"))
+    double = jax.jit(lambda x: x + x)
+    jobs = {"a": refused, "b": lambda: double.lower(large), "c": lambda: double.lower(small)}
+    errors = compile_all("v5e", jobs)
+    assert {name: type(error) for name, error in errors.items()} == {
+        "a": NotImplementedError,
+        "b": jax.errors.JaxRuntimeError,
+    }
