@@ -149,22 +149,14 @@ class Bench:
             raise step
         packed = jax.device_put(self.packed(kind, size)[1], self.program.whole)
 
-        def turn(carried: tuple[Any, Any]) -> tuple[Any, Any]:
-            return step(self.params, carried[0], packed)
+        def turn(_: Any) -> Any:
+            self._state, output = step(self.params, self._state, packed)
+            return output
 
-        carried, self._state = turn((self._state, None)), None
-        tokens = carried[1][:, 0]
+        tokens = turn(None)[:, 0]
         if not bool(((tokens >= 0) & (tokens < self.config.vocab_size)).all()):
             raise ValueError(f"tokens {tokens}; expected 0 to {self.config.vocab_size - 1}: the logits were no numbers")
-        kept: list[Any] = [carried]
-
-        def keep(_: Any) -> Any:
-            kept[0] = turn(kept[0])
-            return kept[0][1]
-
-        seconds = seconds_per_turn(keep, None)
-        self._state = kept[0][0]
-        return seconds
+        return seconds_per_turn(turn, None)
 
     def least(self, kind: str, size: int) -> dict[str, float]:
         """What a step has to do: bytes to read in decode, floating-point operations in prefill."""

@@ -43,7 +43,8 @@ def _steps(rows: Sequence[Row]) -> Iterator[str]:
     speeds = {row.name: row.outcome.figures for row in rows if row.part == "speeds"}
     copy = speeds.get("copy", {}).get("bytes_per_s", 0.0)
     gemm = speeds.get("gemm", {}).get("flops_per_s", 0.0)
-    yield f"measured: copy {copy / 1e12:.3g} TB/s, bfloat16 product {gemm / 1e12:.3g} TFLOP/s"
+    device = next((row.outcome.why for row in rows if (row.part, row.name) == ("speeds", "copy")), "")
+    yield f"measured on {device or 'nothing'}: copy {copy / 1e12:.3g} TB/s, bfloat16 product {gemm / 1e12:.3g} TFLOP/s"
     yield f"{'step':<16}{'forms':<10}{'ms':>10}{'tok/s':>10}{'floor ms':>10}{'floor/ms':>10}"
     for row in rows:
         if row.part.startswith("steps "):
