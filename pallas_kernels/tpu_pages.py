@@ -6,6 +6,8 @@ keys of all its pages are one matrix [tokens, c] without a copy:
     in HBM    numbers [n, planes, k, b, c]                 scales [n, planes, k, b]
     in VMEM   numbers [2, planes, k, together, b, c]       scales [2, together, planes, k, b]
 
+A kernel whose programs each take some of the heads makes rooms for as many; scales, which are few, come of all heads.
+
 Knows page tables only as a function from a place in the room to a page of the pool, and nothing of attention.
 """
 
@@ -24,6 +26,8 @@ from pallas_kernels.pages import page_shape
 Ref = Any
 """What Pallas hands to a kernel; it has no public type."""
 Number = Int32[Array, ""]
+UNROLLED = 16
+"""Most pages of a room whose copies are started without a loop."""
 
 
 class Rooms(NamedTuple):
@@ -65,7 +69,7 @@ class Rooms(NamedTuple):
         """[tokens, c] of one head, read where it lies."""
         return self.numbers[room, plane, head].reshape(self.tokens, -1)
 
-    def scales_of(self, room: Number, plane: int, head: int) -> Array:
+    def scales_of(self, room: Number, plane: int, head: Number | int) -> Array:
         """[1, tokens] of one head of int8 pages."""
         assert self.scales is not None
         by_page = [self.scales[room, place, plane, pl.ds(head, 1)] for place in range(self.together)]
@@ -77,40 +81,61 @@ def in_hbm(pages: Pages) -> Any:
     return [pl.BlockSpec(memory_space=pl.ANY) for _ in jax.tree.leaves(pages)]
 
 
-def make_rooms(pages: Pages, together: int) -> Rooms:
-    """Scratch shapes of two rooms of `together` pages."""
+def make_rooms(pages: Pages, together: int, heads: int | None = None) -> Rooms:
+    """Scratch shapes of two rooms of `together` pages, for all heads or for `heads`."""
     _, planes, k, b, c = page_shape(pages)
-    numbers = pltpu.VMEM((2, planes, k, together, b, c), jax.tree.leaves(pages)[0].dtype)
+    numbers = pltpu.VMEM((2, planes, heads or k, together, b, c), jax.tree.leaves(pages)[0].dtype)
     scales = pltpu.VMEM((2, together, planes, k, b), jnp.float32) if isinstance(pages, Int8Pages) else None
     return Rooms(numbers, scales, pltpu.SemaphoreType.DMA((2,)))
 
 
-def start(pool: list[Ref], rooms: Rooms, room: Number, page_at: Callable[[Number], Number], count: Number) -> None:
+def start(
+    pool: list[Ref],
+    rooms: Rooms,
+    room: Number,
+    page_at: Callable[[Number], Number],
+    count: Number,
+    first_head: Number | int = 0,
+) -> None:
     """Begin to fill the first `count` places of a room (at most all) with the pages that `page_at` names.
 
-    pool holds the leaves of the pages, in HBM. Nobody may still read the room, and a `wait` must follow.
+    pool holds the leaves of the pages, in HBM; the room gets its heads from `first_head` on. Nobody may still read the
+    room, and a `wait` must follow.
     """
 
-    def start_page(place: Number, _: None) -> None:
-        for copy in _copies(pool, rooms, room, place, page_at(place)):
+    def start_page(place: Number) -> None:
+        for copy in _copies(pool, rooms, room, place, page_at(place), first_head):
             copy.start()
 
-    jax.lax.fori_loop(0, jnp.minimum(count, rooms.together), start_page, None)
+    _each_place(rooms, count, start_page)
 
 
 def wait(pool: list[Ref], rooms: Rooms, room: Number, count: Number) -> None:
     """Until the first `count` places of a room (at most all) are filled."""
 
-    def wait_for_page(place: Number, _: None) -> None:
-        for copy in _copies(pool, rooms, room, place, jnp.int32(0)):
+    def wait_for_page(place: Number) -> None:
+        for copy in _copies(pool, rooms, room, place, jnp.int32(0), 0):
             copy.wait()
 
-    jax.lax.fori_loop(0, jnp.minimum(count, rooms.together), wait_for_page, None)
+    _each_place(rooms, count, wait_for_page)
 
 
-def _copies(pool: list[Ref], rooms: Rooms, room: Number, place: Number, page: Number) -> list[Any]:
-    arrived = rooms.arrived.at[room]
-    copies = [pltpu.make_async_copy(pool[0].at[page], rooms.numbers.at[room, :, :, place], arrived)]
+def _each_place(rooms: Rooms, count: Number, act: Callable[[Any], None]) -> None:
+    """One behind the other where these are few, each under its own predicate: a loop costs its branch."""
+    if rooms.together <= UNROLLED:
+        for place in range(rooms.together):
+            pl.when(place < count)(lambda place=place: act(place))
+    else:
+        jax.lax.fori_loop(0, jnp.minimum(count, rooms.together), lambda place, _: act(place), None)
+
+
+def _copies(
+    pool: list[Ref], rooms: Rooms, room: Number, place: Number, page: Number, first_head: Number | int
+) -> list[Any]:
+    arrived, numbers = rooms.arrived.at[room], pool[0].at[page]
+    if rooms.heads < pool[0].shape[2]:
+        numbers = numbers.at[:, pl.ds(first_head, rooms.heads)]
+    copies = [pltpu.make_async_copy(numbers, rooms.numbers.at[room, :, :, place], arrived)]
     if rooms.scales is not None:
         copies.append(pltpu.make_async_copy(pool[1].at[page], rooms.scales.at[room, place], arrived))
     return copies
@@ -125,6 +150,17 @@ def clear_values(rooms: Rooms) -> None:
             values[...] = jnp.zeros(values.shape, values.dtype)
 
         jax.lax.fori_loop(0, 2 * rooms.heads, clear, None)
+
+
+def silence_places(rooms: Rooms, room: Number, count: Number) -> None:
+    """Zeros for the values of the places from `count` on, where an earlier use of the room may have left a NaN."""
+
+    def silence(place: Number, _: None) -> None:
+        values = rooms.numbers.at[room, rooms.planes - 1, :, place]
+        values[...] = jnp.zeros(values.shape, values.dtype)
+
+    if rooms.scales is None:
+        jax.lax.fori_loop(jnp.minimum(count, rooms.together), rooms.together, silence, None)
 
 
 def silence_values(rooms: Rooms, room: Number, begin: Number, end: Number) -> None:

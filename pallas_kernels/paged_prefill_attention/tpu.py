@@ -18,9 +18,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tpu_pages
 from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
-from pallas_kernels.paged_prefill_attention import tpu_rooms
 from pallas_kernels.paged_prefill_attention.tpu_blocks import LANES, Blocks, choose_blocks
-from pallas_kernels.paged_prefill_attention.tpu_kernel import Scores, attend
+from pallas_kernels.paged_prefill_attention.tpu_kernel import Scores, State, attend
 
 
 @partial(jax.jit, static_argnames=("window", "scale", "softcap", "interpret"))
@@ -52,7 +51,7 @@ def paged_prefill_attention(
     scalars = [page_table.reshape(-1), start, count, *([] if sinks is None else [sinks.astype(jnp.float32)])]
     laid = _lay_out(queries, blocks)
     call = _prepare(blocks, Scores(scale, softcap, window), pages, laid, len(scalars), interpret)
-    mixed = call(*scalars, laid, *jax.tree.leaves(pages))
+    mixed = call(*scalars, laid, jax.tree.leaves(pages))
     return mixed.reshape(rows, laid.shape[1], k, g, -1)[:, :tokens, :, :, :c]
 
 
@@ -80,23 +79,20 @@ def _prepare(
         last = jax.lax.div(jnp.maximum(scalars[2][row] - 1, 0), jnp.int32(blocks.tokens))
         return row, jnp.minimum(block, last), unit  # blocks of padding fetch no queries
 
-    state = (blocks.heads, blocks.rows)
     block = (None, blocks.tokens, lanes)
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=scalars,
         grid=(width // lanes, rows, tokens // blocks.tokens),
-        in_specs=[pl.BlockSpec(block, asked), *tpu_pages.in_hbm(pages)],
+        in_specs=[pl.BlockSpec(block, asked), tpu_pages.in_hbm(pages)],
         out_specs=pl.BlockSpec(block, lambda unit, row, block, *_: (row, block, unit)),
         scratch_shapes=[
-            *tpu_rooms.scratch(pages, blocks.pages, blocks.heads),
+            tpu_pages.make_rooms(pages, blocks.pages, blocks.heads),
             pltpu.SMEM((1,), jnp.int32),
-            pltpu.VMEM((*state, LANES), jnp.float32),
-            pltpu.VMEM((*state, LANES), jnp.float32),
-            pltpu.VMEM((*state, c), jnp.float32),
+            State(*(pltpu.VMEM((blocks.heads, blocks.rows, lanes), jnp.float32) for lanes in (LANES, LANES, c))),
         ],
     )
     return pl.pallas_call(
-        partial(attend, blocks=blocks, scores=scores, sinks=scalars == 4, leaves=len(jax.tree.leaves(pages))),
+        partial(attend, blocks=blocks, scores=scores),
         out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         grid_spec=grid,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),

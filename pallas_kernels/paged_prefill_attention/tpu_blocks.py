@@ -44,6 +44,16 @@ class Blocks:
         """Queries of one key head."""
         return self.tokens * self.group
 
+    @property
+    def parts(self) -> int:
+        """Strips into which the rows of one head are cut; more than one where there is no second head."""
+        return 2 if self.heads == 1 and self.group % 2 == 0 else 1
+
+    @property
+    def together(self) -> int:
+        """Heads whose strips are met together."""
+        return 2 if self.heads % 2 == 0 else self.heads
+
     def first_head(self, unit: jax.Array) -> jax.Array:
         """The first key head of the `unit`th program of a block of queries."""
         return jax.lax.div(unit * (self.heads * self.group), jnp.int32(self.query_group))

@@ -12,18 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32
 
-from pallas_kernels.paged_prefill_attention import tpu_rooms
+from pallas_kernels import tpu_pages
 from pallas_kernels.paged_prefill_attention.tpu_blocks import LANES, Blocks
-from pallas_kernels.paged_prefill_attention.tpu_rooms import Rooms
-from pallas_kernels.tpu_pages import Ref
+from pallas_kernels.tpu_pages import Number, Ref, Rooms
 
 LOG2_E = 1.4426950408889634
 LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
 """Stands for minus infinity; the difference of two such is 0 and not NaN."""
-
-Count = Int32[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,13 @@ class Scores:
 class Span(NamedTuple):
     """What the queries of one program see: keys `low` to `end` - 1, in `pages` pages of the row from `page` on."""
 
-    row: Count
-    begin: Count
+    row: Number
+    begin: Number
     """Position of the first query."""
-    low: Count
-    end: Count
-    page: Count
-    pages: Count
+    low: Number
+    end: Number
+    page: Number
+    pages: Number
 
 
 class State(NamedTuple):
@@ -65,10 +62,23 @@ class State(NamedTuple):
     total: Ref
     mixed: Ref
 
-    def clear(self, head: Count) -> None:
+    def clear(self, head: Number) -> None:
         """Make it a softmax over nothing."""
         for ref, value in zip(self, (LOWEST, 0.0, 0.0), strict=True):
             ref[head] = jnp.full(ref.shape[1:], value, jnp.float32)
+
+
+class Strip(NamedTuple):
+    """Rows of one head: those of its `part`th `size` query heads."""
+
+    head: Number
+    part: int
+    size: int
+
+    @property
+    def queries(self) -> range:
+        """Its query heads."""
+        return range(self.part * self.size, (self.part + 1) * self.size)
 
 
 class Program(NamedTuple):
@@ -76,33 +86,37 @@ class Program(NamedTuple):
 
     blocks: Blocks
     scores: Scores
-    unit: Count
-    row: Count
-    block: Count
+    unit: Number
+    row: Number
+    block: Number
     table: Ref
     start: Ref
     count: Ref
     sinks: Ref | None
     queries: Ref
+    pool: list[Ref]
+    out: Ref
     rooms: Rooms
     cursor: Ref
     """Which room the program's first pages are in."""
-    out: Ref
     state: State
 
 
-def attend(*refs: Ref, blocks: Blocks, scores: Scores, sinks: bool, leaves: int) -> None:
+def attend(table: Ref, start: Ref, count: Ref, *rest: Any, blocks: Blocks, scores: Scores) -> None:
     """One program: a block of queries of one row over all keys that they see."""
-    program = _open(list(refs), blocks, scores, sinks, leaves)
-    first = (program.row == 0) & (program.block == 0)
-    some = program.block * blocks.tokens < program.count[program.row]
+    *sinks, queries, pool, out, rooms, cursor, state = rest
+    unit, row, block = (pl.program_id(axis) for axis in range(3))
+    sink = sinks[0] if sinks else None
+    program = Program(
+        blocks, scores, unit, row, block, table, start, count, sink, queries, pool, out, rooms, cursor, state
+    )
+    first, some = (row == 0) & (block == 0), block * blocks.tokens < count[row]
 
     @pl.when(first)
     def _() -> None:
-        program.cursor[0] = 0
-        _each_head(blocks, program.state.clear)
-        there = _next_span(program, jnp.int32(0))
-        _fetch(program, jnp.int32(0), there, jnp.int32(0))
+        cursor[0] = 0
+        _each_head(blocks, state.clear)
+        _fetch(program, jnp.int32(0), _next_span(program, jnp.int32(0)), jnp.int32(0))
 
     @pl.when(some)
     def _() -> None:
@@ -112,30 +126,18 @@ def attend(*refs: Ref, blocks: Blocks, scores: Scores, sinks: bool, leaves: int)
 
     @pl.when(jnp.logical_not(some))
     def _() -> None:
-        program.out[...] = jnp.zeros_like(program.out)
+        out[...] = jnp.zeros_like(out)
 
 
-def _open(refs: list[Ref], blocks: Blocks, scores: Scores, sinks: bool, leaves: int) -> Program:
-    """Tell the refs apart."""
-    table, start, count = (refs.pop(0) for _ in range(3))
-    sink = refs.pop(0) if sinks else None
-    queries = refs.pop(0)
-    pools = [refs.pop(0) for _ in range(leaves)]
-    out = refs.pop(0)
-    buffers = [refs.pop(0) for _ in range(leaves)]
-    arrived, cursor, *state = refs
-    unit, row, block = (pl.program_id(axis) for axis in range(3))
-    scales = (pools[1], buffers[1]) if leaves == 2 else (None, None)
-    rooms = Rooms(pools[0], scales[0], buffers[0], scales[1], arrived, blocks.first_head(unit))
-    softmax = State(*state)
-    return Program(blocks, scores, unit, row, block, table, start, count, sink, queries, rooms, cursor, out, softmax)
+def _each_head(blocks: Blocks, do: Callable[[Number], None]) -> None:
+    def some(index: Number, _: None) -> None:
+        for i in range(blocks.together):
+            do(index * blocks.together + i)
+
+    jax.lax.fori_loop(0, blocks.heads // blocks.together, some, None)
 
 
-def _each_head(blocks: Blocks, do: Callable[[Count], None]) -> None:
-    jax.lax.fori_loop(0, blocks.heads, lambda head, _: do(head), None)
-
-
-def _span(program: Program, row: Count, block: Count) -> Span:
+def _span(program: Program, row: Number, block: Number) -> Span:
     """What a program of the same unit sees; it must have queries."""
     tokens, size, window = program.blocks.tokens, program.rooms.page_size, program.scores.window
     begin = program.start[row] + block * tokens
@@ -145,11 +147,11 @@ def _span(program: Program, row: Count, block: Count) -> Span:
     return Span(row, begin, low, end, page, _whole(end + size - 1, size) - page)
 
 
-def _next_span(program: Program, row: Count) -> Span:
+def _next_span(program: Program, row: Number) -> Span:
     """What the first program of a row sees, of the first row from `row` on that has queries; no pages if none has."""
     rows = pl.num_programs(1)
 
-    def is_empty(row: Count) -> Bool[Array, ""]:
+    def is_empty(row: Number) -> Bool[Array, ""]:
         return (row < rows) & (program.count[jnp.minimum(row, rows - 1)] == 0)
 
     row = jax.lax.while_loop(is_empty, lambda row: row + 1, row)
@@ -157,16 +159,17 @@ def _next_span(program: Program, row: Count) -> Span:
     return there._replace(pages=jnp.where(row < rows, there.pages, 0))
 
 
-def _whole(number: Count, by: int) -> Count:
+def _whole(number: Number, by: int) -> Number:
     """How many times `by` goes into a number of at least 0; `//` asks for its sign, which takes a chip to know."""
     return jax.lax.div(number, jnp.int32(by))
 
 
-def _fetch(program: Program, room: Count, there: Span, done: Count) -> None:
+def _fetch(program: Program, room: Number, there: Span, done: Number) -> None:
     """Begin to fill a room with a span's pages from the `done`th on, as many as there are or fit."""
     width = program.table.shape[0] // program.start.shape[0]
-    at = there.row * width + there.page + done
-    tpu_rooms.start(program.rooms, room, lambda place: program.table[at + place], there.pages - done)
+    at, left = there.row * width + there.page + done, there.pages - done
+    first_head = program.blocks.first_head(program.unit)
+    tpu_pages.start(program.pool, program.rooms, room, lambda place: program.table[at + place], left, first_head)
 
 
 def _walk(program: Program) -> None:
@@ -180,21 +183,22 @@ def _walk(program: Program) -> None:
     turns = _whole(here.pages + blocks.pages - 1, blocks.pages)
     first_room = program.cursor[0]
 
-    def turn(index: Count, _: None) -> None:
+    def turn(index: Number, _: None) -> None:
         room, done = (first_room + index) & 1, index * blocks.pages
         last = index + 1 == turns
         there = Span(*(jnp.where(last, one, other) for one, other in zip(then, here, strict=True)))
         _fetch(program, 1 - room, there, jnp.where(last, 0, done + blocks.pages))
-        tpu_rooms.wait(rooms, room, here.pages - done)
+        tpu_pages.wait(program.pool, rooms, room, here.pages - done)
         key = (here.page + done) * rooms.page_size
-        tpu_rooms.silence_values(rooms, room, here.low - key, here.end - key)
+        tpu_pages.silence_values(rooms, room, here.low - key, here.end - key)
+        tpu_pages.silence_places(rooms, room, here.pages - done)
         _meet(program, here, room, key)
 
     jax.lax.fori_loop(0, turns, turn, None)
     program.cursor[0] = (first_room + turns) & 1
 
 
-def _meet(program: Program, here: Span, room: Count, first_key: Count) -> None:
+def _meet(program: Program, here: Span, room: Number, first_key: Number) -> None:
     """Add a room's keys to the softmax; masked only where the diagonal, the window or the row's end cuts through."""
     keys = program.blocks.pages * program.rooms.page_size
     whole = first_key + keys <= here.begin + 1
@@ -210,7 +214,7 @@ def _meet(program: Program, here: Span, room: Count, first_key: Count) -> None:
         _meet_heads(program, here, room, first_key, _seen(program, here, first_key, keys))
 
 
-def _seen(program: Program, here: Span, first_key: Count, keys: int) -> Bool[Array, "1 tokens keys"]:
+def _seen(program: Program, here: Span, first_key: Number, keys: int) -> Bool[Array, "1 tokens keys"]:
     """Which of a room's keys each token sees."""
     shape = (1, program.blocks.tokens, keys)
     position = here.begin + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -220,71 +224,69 @@ def _seen(program: Program, here: Span, first_key: Count, keys: int) -> Bool[Arr
 
 
 def _meet_heads(
-    program: Program, here: Span, room: Count, first_key: Count, seen: Bool[Array, "1 tokens keys"] | None
+    program: Program, here: Span, room: Number, first_key: Number, seen: Bool[Array, "1 tokens keys"] | None
 ) -> None:
-    """Two heads at a time, where there are two: one's products are computed during the other's exponentials."""
-    together = 2 if program.blocks.heads % 2 == 0 else 1
+    """Several strips at a time: one's products are computed during another's exponentials."""
+    blocks = program.blocks
 
-    def some(index: Count, _: None) -> None:
-        heads = [index * together + i for i in range(together)]
-        products = [_multiply(program, room, head) for head in heads]
-        for head, product in zip(heads, products, strict=True):
-            _fold(program, here, room, first_key, head, product, seen)
+    def some(index: Number, _: None) -> None:
+        heads = [index * blocks.together + i for i in range(blocks.together)]
+        strips = [Strip(head, part, blocks.group // blocks.parts) for head in heads for part in range(blocks.parts)]
+        products = [_multiply(program, room, strip) for strip in strips]
+        for strip, product in zip(strips, products, strict=True):
+            _fold(program, here, room, first_key, strip, product, seen)
 
-    jax.lax.fori_loop(0, program.blocks.heads // together, some, None)
+    jax.lax.fori_loop(0, blocks.heads // blocks.together, some, None)
 
 
-def _multiply(program: Program, room: Count, head: Count) -> Float32[Array, "rows keys"]:
+def _multiply(program: Program, room: Number, strip: Strip) -> Float32[Array, "rows keys"]:
     """Each query times each key."""
-    keys = _matrix(program, room, head, 0)
-    parts = [program.queries[:, _lanes(program, head, query)] for query in range(program.blocks.group)]
+    keys = _matrix(program, room, strip.head, 0)
+    parts = [program.queries[:, _lanes(program, strip.head, query)] for query in strip.queries]
     queries = jnp.concatenate(parts, axis=0).astype(program.blocks.dtype)
     products = _dot(queries, keys, 1)
-    return products if program.rooms.scales is None else products * _scales(program, room, head, 0)
+    return products if program.rooms.scales is None else products * _scales(program, room, strip.head, 0)
 
 
 def _fold(
     program: Program,
     here: Span,
-    room: Count,
-    first_key: Count,
-    head: Count,
+    room: Number,
+    first_key: Number,
+    strip: Strip,
     products: Float32[Array, "rows keys"],
     seen: Bool[Array, "1 tokens keys"] | None,
 ) -> None:
-    """Add keys to the softmax of a head's rows. A row that sees none of them averages anything, at peak LOWEST."""
-    blocks, state, last = program.blocks, program.state, program.rooms.planes - 1
-    keys = products.shape[1]
+    """Add keys to the softmax of a strip. A row that sees none of them averages anything, at peak LOWEST."""
+    blocks, state, last, head = program.blocks, program.state, program.rooms.planes - 1, strip.head
+    rows, keys = pl.ds(strip.part * products.shape[0], products.shape[0]), products.shape[1]
     products = program.scores.cap(products)
     if seen is not None:
-        cube = products.reshape(blocks.group, blocks.tokens, keys)
+        cube = products.reshape(-1, blocks.tokens, keys)
         products = jnp.where(seen, cube, LOWEST).reshape(products.shape)
-    before = state.peak[head]
+    before = state.peak[head, rows]
     peak = jnp.maximum(before, jnp.max(products, axis=1, keepdims=True))
     fade = jnp.exp2((before - peak) * program.scores.exponent)
     weights = jnp.exp2((products - jnp.tile(peak, (1, keys // LANES))) * program.scores.exponent)
-    state.peak[head] = peak
-    state.total[head] = state.total[head] * fade + sum(jnp.split(weights, keys // LANES, axis=1))
+    state.peak[head, rows] = peak
+    state.total[head, rows] = state.total[head, rows] * fade + sum(jnp.split(weights, keys // LANES, axis=1))
     if program.rooms.scales is not None:
         key = first_key + jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
         scales = jnp.where((key >= here.low) & (key < here.end), _scales(program, room, head, last), 0.0)
         weights = weights * scales
     met = _dot(weights.astype(blocks.dtype), _matrix(program, room, head, last), 0)
-    state.mixed[head] = state.mixed[head] * _across(fade, met.shape[1]) + met
+    state.mixed[head, rows] = state.mixed[head, rows] * _across(fade, met.shape[1]) + met
 
 
-def _matrix(program: Program, room: Count, head: Count, plane: int) -> Float[Array, "keys c"]:
+def _matrix(program: Program, room: Number, head: Number, plane: int) -> Float[Array, "keys c"]:
     """A head's keys or values of a room."""
-    stored = program.rooms.number_rooms[room, plane, head]
+    stored = program.rooms.numbers[room, plane, head]
     return stored.astype(program.blocks.dtype).reshape(-1, stored.shape[-1])
 
 
-def _scales(program: Program, room: Count, head: Count, plane: int) -> Float32[Array, "1 keys"]:
+def _scales(program: Program, room: Number, head: Number, plane: int) -> Float32[Array, "1 keys"]:
     """What a head's int8 keys or values of a room are to be multiplied by."""
-    rooms = program.rooms
-    assert rooms.scale_rooms is not None
-    at = pl.ds(rooms.first_head + head, 1)
-    return jnp.concatenate([rooms.scale_rooms[room, place, plane, at] for place in range(rooms.together)], axis=1)
+    return program.rooms.scales_of(room, plane, program.blocks.first_head(program.unit) + head)
 
 
 def _dot(one: Float[Array, "x y"], other: Float[Array, "..."], axis: int) -> Float32[Array, "x z"]:
@@ -294,7 +296,7 @@ def _dot(one: Float[Array, "x y"], other: Float[Array, "..."], axis: int) -> Flo
     return jax.lax.dot_general(one, other, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _lanes(program: Program, head: Count, query: int) -> Any:
+def _lanes(program: Program, head: Number, query: int) -> Any:
     """Where a query head's features are in a block of queries."""
     c = program.state.mixed.shape[-1]
     first = (head * program.blocks.group + query) * (-(-c // LANES) * LANES)
@@ -306,21 +308,21 @@ def _across(column: Float32[Array, "x 128"], c: int) -> Float32[Array, "x c"]:
     return column[:, :c] if c <= LANES else jnp.tile(column, (1, -(-c // LANES)))[:, :c]
 
 
-def _write(program: Program, head: Count) -> None:
+def _write(program: Program, head: Number) -> None:
     """A head's weighted means; then its state begins anew."""
-    blocks, state, exponent = program.blocks, program.state, program.scores.exponent
+    blocks, state = program.blocks, program.state
     for query in range(blocks.group):
         at = pl.ds(query * blocks.tokens, blocks.tokens)
-        total = jnp.broadcast_to(jnp.sum(state.total[head, at], axis=1, keepdims=True), (blocks.tokens, LANES))
-        if program.sinks is not None:  # infinity where the sink leaves less to the keys than float32 can tell from 0
+        total = jnp.sum(state.total[head, at], axis=1, keepdims=True)
+        if program.sinks is not None:
             index = (program.unit * blocks.heads + head) * blocks.group + query
             place = _whole(index, blocks.query_group)
             logit = program.sinks[place, index - place * blocks.query_group]
-            total += jnp.exp2(logit * LOG2_E - state.peak[head, at] * exponent)
+            exponent = logit * LOG2_E - state.peak[head, at] * program.scores.exponent
+            total = total + jnp.exp2(exponent)  # infinite where nothing is left to the keys: their mean is then 0
         mean = state.mixed[head, at]
-        program.out[:, _lanes(program, head, query)] = (mean * _across(1 / total, mean.shape[1])).astype(
-            program.out.dtype
-        )
+        mean = mean * _across(1.0 / jnp.broadcast_to(total, (blocks.tokens, LANES)), mean.shape[1])
+        program.out[:, _lanes(program, head, query)] = mean.astype(program.out.dtype)
     state.clear(head)
 
 

@@ -1,4 +1,4 @@
-"""The TPU interpreter, at its strictest: it looks for races, fills fresh memory with NaN, refuses reads out of bounds."""
+"""The TPU interpreter, at its strictest: it looks for races, fills memory with NaN, and refuses reads out of bounds."""
 
 from collections.abc import Callable
 from functools import partial
