@@ -34,6 +34,8 @@ _VALUES = 2 * 2**20
 """Bytes of a block of values: its copy takes some 1,300 cycles at least, far longer than a grid step's own 100."""
 _SUMS = 2 * 2**20
 """Bytes of the sums that come out of one product."""
+_WIDENED = 2**20
+"""Most numbers of a product by channel: v4 widens them by way of float32, and keeps them all."""
 _ROOM = 12 * 2**20
 """Bytes of VMEM to take: v4 has 16 MiB."""
 _LANES = 128
@@ -122,7 +124,21 @@ def _by_channel(x: Rows, values: Numbers, scale: Scale, *, dtype: Any, interpret
 
 
 def _kernel_by_channel(x: Any, values: Any, scale: Any, out: Any) -> None:
-    out[...] = (_dot(x[...], values[...].astype(jnp.bfloat16)) * scale[...]).astype(out.dtype)
+    size = _piece(*values.shape)
+
+    def add(piece: Any, total: Any) -> Any:
+        at = pl.ds(pl.multiple_of(piece * size, size), size)
+        return total + _dot(x[:, at], values[:, at].astype(jnp.bfloat16))
+
+    total = jax.lax.fori_loop(0, values.shape[1] // size, add, jnp.zeros(out.shape, jnp.float32))
+    out[...] = (total * scale[...]).astype(out.dtype)
+
+
+def _piece(outputs: int, inputs: int) -> int:
+    """Inputs of one product by channel: whole registers that divide them, all where there are none."""
+    registers, left = divmod(inputs, _LANES)
+    most = _WIDENED // outputs // _LANES
+    return inputs if left else max(n for n in range(1, min(most, registers) + 1) if registers % n == 0) * _LANES
 
 
 def _in_groups(x: Rows, values: Numbers, scale: Scale, *, offset: Offset | None, dtype: Any, interpret: Any) -> Product:
