@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.arrays import Int8Pages, Pages
 from pallas_kernels.pages import page_shape
@@ -46,6 +46,7 @@ class Call:
     group: int
     page_size: int
     head_dim: int
+    int8: bool
     window: int | None
     scale: float
     softcap: float | None
@@ -71,22 +72,31 @@ class Call:
 
     @property
     def stages(self) -> int:
-        """Blocks of the ring: 2 to 4, as many as `ROOM` holds beside queries and weights."""
-        line = 2 * self.head_dim
-        return max(2, min(4, (ROOM - ROWS * line - 2 * ROWS * KEYS) // (2 * KEYS * line)))
+        """Blocks of the ring: 2 to 4, as many as `ROOM` holds beside queries, weights and one block in bfloat16."""
+        line = self.head_dim + 4 if self.int8 else 2 * self.head_dim
+        beside = 2 * (ROWS * self.head_dim + ROWS * KEYS + self.int8 * 2 * KEYS * self.head_dim)
+        return max(2, min(4, (ROOM - beside) // (2 * KEYS * line)))
 
     def scratch(self) -> list[Any]:
         """What `Rooms` is made of."""
-        arrivals = KEYS // self.piece
+        blocks = 1 if self.int8 else self.stages
+        arrivals = KEYS // self.piece * (1 + self.int8)
         return [
             self._shared(ROWS, self.head_dim),
-            self._shared(self.stages, KEYS, self.head_dim),
-            self._shared(self.stages, KEYS, self.head_dim),
+            self._shared(blocks, KEYS, self.head_dim),
+            self._shared(blocks, KEYS, self.head_dim),
             self._shared(ROWS, KEYS),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.stages),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.stages),
+            *([self._numbers(), self._numbers(), *[plgpu.SMEM((self.stages, KEYS), jnp.float32)] * 2] * self.int8),
         ]
+
+    def _numbers(self) -> Any:
+        """The ring of int8 keys or values, swizzled where a head is wide enough."""
+        width = next((width for width in (128, 64, 32) if self.head_dim % width == 0), None)
+        tile = () if width is None else (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width))
+        return plgpu.SMEM((self.stages, KEYS, self.head_dim), jnp.int8, transforms=tile)
 
     def _shared(self, *shape: int) -> Any:
         """Shared memory of bfloat16 in the layout that both TMA and wgmma understand."""
@@ -100,13 +110,18 @@ class Rooms(NamedTuple):
     queries: Any
     """[ROWS, c]; the result goes where they were."""
     keys: Any
-    """[stages, KEYS, c]; so the values."""
+    """[stages, KEYS, c]; so the values. Of int8 pages one block, the one at work."""
     values: Any
     weights: Any
     """[ROWS, KEYS]. wgmma would take them from registers, but JAX 0.10 interprets it only from shared memory."""
     queries_here: Any
     keys_here: Any
     values_here: Any
+    key_numbers: Any = None
+    """[stages, KEYS, c] of int8 pages, and their scales [stages, KEYS]."""
+    value_numbers: Any = None
+    key_scales: Any = None
+    value_scales: Any = None
 
 
 class Source(NamedTuple):
@@ -114,6 +129,8 @@ class Source(NamedTuple):
 
     lines: Any
     """The pool [n * 2 * k * b, c]."""
+    scales: Any
+    """[n * 2 * k * b] of int8 pages, else None."""
     page_table: Any
     row: Scalar
     head: Scalar
@@ -141,18 +158,17 @@ Owners = tuple[Scalar, ...]
 """The page of each piece of a block."""
 
 
-def open_pool(queries: Float[Array, "*any k g c"], pages: Pages) -> tuple[int, int, int, BFloat16[Array, "lines c"]]:
-    """Heads k, page size b, head size c, and the pool as one matrix.
+def open_pool(queries: Float[Array, "*any k g c"], pages: Pages) -> tuple[int, int, int, tuple[Array, ...]]:
+    """Heads k, page size b, head size c, and the pool as one matrix [lines, c], with scales [lines] if it is int8.
 
     TMA counts at most five dimensions, and two of them are the swizzled tile's. Raises NotImplementedError, with the
     reason, for queries and pages that the kernels cannot do.
     """
-    if isinstance(pages, Int8Pages):
-        raise NotImplementedError("pages are int8; expected bfloat16")
     n, planes, k, b, c = page_shape(pages)
-    if pages.dtype != jnp.bfloat16 or queries.dtype != jnp.bfloat16:
-        dtypes = f"queries are {queries.dtype} and pages {pages.dtype}"
-        raise NotImplementedError(f"{dtypes}; expected bfloat16, to which tensor cores would round them")
+    dtype = jnp.int8 if isinstance(pages, Int8Pages) else pages.dtype
+    if dtype not in (jnp.bfloat16, jnp.int8) or queries.dtype != jnp.bfloat16:
+        dtypes = f"queries are {queries.dtype} and pages {dtype}"
+        raise NotImplementedError(f"{dtypes}; expected bfloat16, to which tensor cores would round them, or int8 pages")
     if planes != 2:
         raise NotImplementedError(f"pages have {planes} plane; expected 2, keys and values")
     if c % 16 or c > 256:
@@ -163,7 +179,9 @@ def open_pool(queries: Float[Array, "*any k g c"], pages: Pages) -> tuple[int, i
         raise NotImplementedError(f"a pool of {n * planes * k * b} lines; they are counted in int32")
     if jax.default_backend() == "gpu" and (has := jax.devices()[0].compute_capability) != "9.0":
         raise NotImplementedError(f"a GPU of compute capability {has}; wgmma is Hopper's (9.0) alone")
-    return k, b, c, pages.reshape(-1, c)
+    if isinstance(pages, Int8Pages):
+        return k, b, c, (pages.numbers.reshape(-1, c), pages.scales.reshape(-1))
+    return k, b, c, (pages.reshape(-1, c),)
 
 
 def attend(
@@ -190,16 +208,20 @@ def attend(
         owners = _owners(call, source, span, block + ahead + 1)  # a turn early: nobody waits for the table
         stage = _stage(call, span, block)
         plgpu.barrier_wait(rooms.keys_here.at[stage])
-        scores = _dot_keys(call, rooms.queries, rooms.keys.at[stage])
+        scores = _dot_keys(call, rooms.queries, _widen(call, rooms.keys, rooms.key_numbers, stage))
+        if call.int8:
+            scores *= lax.broadcast_in_dim(rooms.key_scales[stage], scores.shape, [1])
         key = block * KEYS + lax.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1)
         peak, fade, weights = _weigh(jnp.where(seen(key), _capped(call, scores), 2 * LOWEST), state.peak)
-        rooms.weights[...] = weights.astype(jnp.bfloat16)
         plgpu.barrier_wait(rooms.values_here.at[stage])
-        _silence(call, rooms.values, stage, block, span)
+        values = _widen(call, rooms.values, rooms.value_numbers, stage)
+        rooms.weights[...] = _scaled(call, weights, rooms, stage).astype(jnp.bfloat16)
+        if not call.int8:
+            _silence(call, rooms.values, stage, block, span)
         plgpu.commit_smem()
         mixed = []
         for (begin, width), sums in zip(call.parts, state.mixed, strict=True):
-            fresh = _dot(rooms.weights, rooms.values.at[stage, :, pl.ds(begin, width)], (ROWS, width))
+            fresh = _dot(rooms.weights, values.at[:, pl.ds(begin, width)], (ROWS, width))
             mixed.append(sums * _across(fade, sums.shape) + fresh)
         return owners, Softmax(tuple(mixed), peak, state.total * fade + jnp.sum(weights, axis=1))
 
@@ -230,11 +252,15 @@ def _bring(call: Call, rooms: Rooms, source: Source, owners: Owners, span: Span,
     """Start the copies of a block's keys and values into its stage of the ring."""
     stage = _stage(call, span, block)
     inside = lax.rem(block * KEYS, call.page_size)  # 0 but for pages of more than a block
+    keys, values = (rooms.key_numbers, rooms.value_numbers) if call.int8 else (rooms.keys, rooms.values)
+    planes = ((keys, rooms.key_scales, rooms.keys_here), (values, rooms.value_scales, rooms.values_here))
     for i, page in enumerate(owners):
-        for plane, room, here in ((0, rooms.keys, rooms.keys_here), (1, rooms.values, rooms.values_here)):
+        for plane, (room, scales, here) in enumerate(planes):
             line = ((page * 2 + plane) * call.heads + source.head) * call.page_size + (inside if i == 0 else 0)
-            piece = source.lines.at[pl.ds(pl.multiple_of(line, 8), call.piece)]
-            plgpu.copy_gmem_to_smem(piece, room.at[stage, pl.ds(i * call.piece, call.piece)], here.at[stage])
+            piece, place = pl.ds(pl.multiple_of(line, 8), call.piece), pl.ds(i * call.piece, call.piece)
+            plgpu.copy_gmem_to_smem(source.lines.at[piece], room.at[stage, place], here.at[stage])
+            if call.int8:
+                plgpu.copy_gmem_to_smem(source.scales.at[piece], scales.at[stage, place], here.at[stage])
 
 
 def _stage(call: Call, span: Span, block: Scalar) -> Scalar:
@@ -254,6 +280,23 @@ def _weigh(
     """The new peak, what sums under the old one are to be multiplied by, and the scores' weights."""
     higher = jnp.maximum(peak, jnp.max(scores, axis=1))
     return higher, jnp.exp(peak - higher), jnp.exp(scores - _across(higher, scores.shape))
+
+
+def _widen(call: Call, room: Any, numbers: Any, stage: Scalar) -> Any:
+    """A block of keys or values in bfloat16, which holds every int8: where it lies."""
+    if not call.int8:
+        return room.at[stage]
+    room[0] = numbers[stage].astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    return room.at[0]
+
+
+def _scaled(call: Call, weights: Float32[Array, "rows keys"], rooms: Rooms, stage: Scalar) -> Array:
+    """Weights times the values' scales. A slot that nobody sees has the weight 0, and may have the scale NaN."""
+    if not call.int8:
+        return weights
+    scales = lax.broadcast_in_dim(rooms.value_scales[stage], weights.shape, [1])
+    return jnp.where(weights == 0.0, 0.0, weights * scales)
 
 
 def _silence(call: Call, values: Any, stage: Scalar, block: Scalar, span: Span) -> None:

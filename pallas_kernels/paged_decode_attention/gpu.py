@@ -62,7 +62,7 @@ def paged_decode_attention(
     span = page_table.shape[1] * b
     splits = count_splits(s * k, span if window is None else min(window, span))
     group = g + -g % 8  # whole lines of eight, as they lie in shared memory
-    call = Call(k, group, b, c, window, scale, softcap, interpret)
+    call = Call(k, group, b, c, len(pool) == 2, window, scale, softcap, interpret)
     parts = (s, k, splits, group)
     run = plgpu.kernel(
         partial(_kernel, call),
@@ -75,7 +75,7 @@ def paged_decode_attention(
         interpret=interpret,
     )
     padded = jnp.pad(queries, ((0, 0), (0, 0), (0, group - g), (0, 0))).reshape(-1, c)
-    mixed, peak, total = run(padded, pool, page_table, jnp.maximum(lengths, 0))
+    mixed, peak, total = run(padded, page_table, jnp.maximum(lengths, 0), *pool)
     return _merge(mixed[:, :, :, :g], peak[:, :, :, :g], total[:, :, :, :g], sinks).astype(queries.dtype)
 
 
@@ -85,10 +85,12 @@ def count_splits(programs: int, keys: int) -> int:
 
 
 def _kernel(call: Call, *refs: Any) -> None:
-    """One split of one row and key head. refs: four operands, three results, then shared memory."""
-    queries, pages, page_table, lengths, mixed, peaks, totals, *rooms, peak, total = refs
+    """One split of one row and key head. refs: operands, the pool last, three results, then shared memory."""
+    queries, page_table, lengths, lines, *rest = refs
+    scales = rest.pop(0) if call.int8 else None
+    mixed, peaks, totals, *shared, peak, total = rest
     row, head, split = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("split")
-    rooms = Rooms(*rooms)
+    rooms = Rooms(*shared)
     span = _span(call, lengths[row], split, mixed.shape[2])
     top = pl.ds(0, call.group)
 
@@ -101,7 +103,7 @@ def _kernel(call: Call, *refs: Any) -> None:
     def seen(key: Int32[Array, "rows keys"]) -> Bool[Array, "rows keys"]:
         return (key >= span.begin) & (key < span.end)
 
-    state = attend(call, rooms, Source(pages, page_table, row, head), span, nothing(call), seen)
+    state = attend(call, rooms, Source(lines, scales, page_table, row, head), span, nothing(call), seen)
     store(call, rooms.queries, state)
     peak[...] = state.peak
     total[...] = state.total

@@ -55,7 +55,7 @@ def paged_prefill_attention(
     k, b, c, pool = open_pool(queries, pages)
     s, t, _, g, _ = queries.shape
     tiles = -(-t * g // ROWS)
-    call = Call(k, g, b, c, window, scale, softcap, interpret)
+    call = Call(k, g, b, c, len(pool) == 2, window, scale, softcap, interpret)
     run = plgpu.kernel(
         partial(_kernel, call),
         out_type=jax.ShapeDtypeStruct((s, k, tiles, ROWS, c), queries.dtype),
@@ -68,7 +68,7 @@ def paged_prefill_attention(
     )
     start = jnp.maximum(positions[:, 0], 0)
     count = jnp.minimum(jnp.sum(positions >= 0, axis=1, dtype=jnp.int32), lengths)
-    mixed = run(_tiled(queries, tiles), pool, page_table, start, count, *_tiled_sinks(sinks, t, tiles))
+    mixed = run(_tiled(queries, tiles), page_table, start, count, *pool, *_tiled_sinks(sinks, t, tiles))
     mixed = mixed.reshape(s, k, tiles * ROWS, c)[:, :, : t * g].reshape(s, k, t, g, c)
     return jnp.moveaxis(mixed, 2, 1)
 
@@ -88,10 +88,13 @@ def _tiled_sinks(sinks: Sinks | None, tokens: int, tiles: int) -> list[Float32[A
     return [jnp.pad(flat, ((0, 0), (0, tiles * ROWS - flat.shape[1])))]
 
 
-def _kernel(call: Call, queries: Any, pages: Any, page_table: Any, start: Any, count: Any, *refs: Any) -> None:
-    """One tile. refs: the sinks if there are any, the result, then shared memory."""
-    *sinks, mixed, r0, r1, r2, r3, r4, r5, r6, sink = refs
-    rooms = Rooms(r0, r1, r2, r3, r4, r5, r6)
+def _kernel(call: Call, queries: Any, page_table: Any, start: Any, count: Any, lines: Any, *refs: Any) -> None:
+    """One tile. refs: scales of int8 pages, sinks if there are any, the result, then shared memory."""
+    *rest, sink = refs
+    scales = rest.pop(0) if call.int8 else None
+    shared = len(call.scratch())
+    *sinks, mixed = rest[:-shared]
+    rooms = Rooms(*rest[-shared:])
     tile = mixed.shape[2] - 1 - lax.axis_index("tile")  # the longest first
     row, head = lax.axis_index("row"), lax.axis_index("head")
     span = _span(call, tile, start[row], count[row])
@@ -110,7 +113,7 @@ def _kernel(call: Call, queries: Any, pages: Any, page_table: Any, start: Any, c
         unpadded = (key <= position) & (token < count[row])
         return unpadded if call.window is None else unpadded & (key > position - call.window)
 
-    state = attend(call, rooms, Source(pages, page_table, row, head), span, state, seen)
+    state = attend(call, rooms, Source(lines, scales, page_table, row, head), span, state, seen)
     store(call, rooms.queries, state)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(rooms.queries, mixed.at[row, head, tile])

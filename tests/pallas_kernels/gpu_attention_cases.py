@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.pages import as_float32, quantise
 from pallas_kernels.shapes import AttentionShape as Shape
 
 from .attention_cases import Case, make_case
@@ -17,14 +18,15 @@ WINDOW = 90
 """Widest window: it begins inside a block."""
 
 
-def make_rounded_case(shape: Shape, lengths: list[int]) -> Case:
-    """A case in bfloat16, as the kernels take it, with nonsense for pages that lie before the windows too."""
+def make_rounded_case(shape: Shape, lengths: list[int], int8: bool = False) -> Case:
+    """A case in bfloat16, or with int8 pages, and with nonsense for pages that lie before the windows too."""
     case = make_case(shape, lengths)
     if shape.window is not None:
         for row, length in enumerate(lengths):
             first = max(0, length - min(shape.tokens, length) - shape.window + 1)
             case.page_table[row, : first // shape.page_size] = 2**30
-    return case._replace(queries=jnp.asarray(case.queries, jnp.bfloat16), pages=jnp.asarray(case.pages, jnp.bfloat16))
+    pages = quantise(case.pages) if int8 else jnp.asarray(case.pages, jnp.bfloat16)
+    return case._replace(queries=jnp.asarray(case.queries, jnp.bfloat16), pages=pages)
 
 
 def small(shapes: dict[str, Shape], refused: Any, tokens: int) -> dict[str, Shape]:
@@ -50,7 +52,7 @@ def check_close(run: Callable[..., np.ndarray], form: Any, reference: Any, case:
     They are those of the weights, of a split's mean and of the result, 2^-9 each of the sum of weighted magnitudes,
     which the reference gives for the values' magnitudes.
     """
-    exact = case._replace(queries=np.asarray(case.queries, np.float32), pages=np.array(case.pages, np.float32))
+    exact = case._replace(queries=np.asarray(case.queries, np.float32), pages=np.array(as_float32(case.pages)))
     expected = run(reference, exact, shape)
     exact.pages[:, 1] = np.abs(exact.pages[:, 1])
     got = run(form, case, shape)

@@ -45,6 +45,18 @@ def test_real_shapes_are_the_references(name: str) -> None:
     check(make_rounded_case(shape, [shape.length]), shape)
 
 
+INT8 = {
+    "pages of 16": (Shape(1, 1, 0, 2, 3, 80, 16, window=60), [0, 130]),
+    "pages of 128": (Shape(1, 1, 0, 1, 4, 128, 128, sinks=True), [70]),
+}
+
+
+@pytest.mark.parametrize("name", INT8)
+def test_int8_pages_are_the_references(name: str) -> None:
+    shape, lengths = INT8[name]
+    check(make_rounded_case(shape, lengths, int8=True), shape)
+
+
 def arguments(shape: Shape, dtype: Any = jnp.bfloat16, pages: Any = jnp.bfloat16) -> tuple[Any, ...]:
     """Abstract queries, pages, page table, lengths and sinks."""
     pool = (shape.rows * shape.table_width, shape.planes, shape.kv_heads, shape.page_size, shape.head_dim)
@@ -74,12 +86,18 @@ def test_real_shapes_lower_to_mosaic_gpu_or_are_refused(name: str) -> None:
     assert "stablehlo.gather" not in text, "the pages are gathered outside of the kernel"
 
 
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in REFUSED][-3:])
+def test_int8_pages_lower_to_mosaic_gpu(name: str) -> None:
+    arrays = arguments(SHAPES[name], pages=jnp.int8)
+    assert lowered_for_gpu(call(SHAPES[name]), *arrays).count("custom_call @mosaic_gpu") == 1
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "pages", "reason"),
     [
         (Shape(1, 1, 64, 1, 1, 64), jnp.float32, jnp.bfloat16, "queries are float32"),
         (Shape(1, 1, 64, 1, 1, 64), jnp.bfloat16, jnp.float32, "pages float32"),
-        (Shape(1, 1, 64, 1, 1, 64), jnp.bfloat16, jnp.int8, "int8"),
+        (Shape(1, 1, 64, 1, 1, 64), jnp.float32, jnp.int8, "queries are float32"),
         (Shape(1, 1, 64, 1, 1, 72), jnp.bfloat16, jnp.bfloat16, "heads of 72"),
         (Shape(1, 1, 64, 1, 1, 512), jnp.bfloat16, jnp.bfloat16, "heads of 512"),
         (Shape(1, 1, 64, 1, 1, 64, 24), jnp.bfloat16, jnp.bfloat16, "pages of 24 tokens"),
@@ -108,7 +126,7 @@ def test_few_rows_are_split_and_many_are_not() -> None:
 
 def test_splits_share_all_blocks_of_a_row_and_none_twice() -> None:
     for length, window in [(0, None), (1, None), (64, None), (1000, None), (1000, 100), (1000, 999), (65, 1)]:
-        static = gpu.Call(1, 8, 64, 64, window, 1.0, None, False)
+        static = gpu.Call(1, 8, 64, 64, False, window, 1.0, None, False)
         spans = [gpu._span(static, jnp.int32(length), jnp.int32(split), 5) for split in range(5)]
         walked = [block for span in spans for block in range(int(span.first), int(span.last))]
         begin = 0 if window is None else max(0, length - window)

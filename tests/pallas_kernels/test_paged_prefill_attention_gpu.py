@@ -42,6 +42,11 @@ def test_real_shapes_are_the_references(name: str) -> None:
     check(make_rounded_case(shape, [shape.length]), shape)
 
 
+def test_int8_pages_are_the_references() -> None:
+    shape = Shape(1, 20, 0, 1, 2, 64, 32, 30)
+    check(make_rounded_case(shape, [70], int8=True), shape)
+
+
 def arguments(shape: Shape, dtype: Any = jnp.bfloat16, pages: Any = jnp.bfloat16) -> tuple[Any, ...]:
     """Abstract queries, pages, page table, positions, lengths and sinks."""
     pool = (shape.rows * shape.table_width, shape.planes, shape.kv_heads, shape.page_size, shape.head_dim)
@@ -72,8 +77,13 @@ def test_real_shapes_lower_to_mosaic_gpu_or_are_refused(name: str) -> None:
     assert "stablehlo.gather" not in text, "the pages are gathered outside of the kernel"
 
 
+def test_int8_pages_lower_to_mosaic_gpu() -> None:
+    shape = SHAPES["llama3-8b last chunk of 1024, pages of 128"]
+    assert "custom_call @mosaic_gpu" in lowered_for_gpu(call(shape), *arguments(shape, pages=jnp.int8))
+
+
 @pytest.mark.parametrize(
-    ("dtype", "pages", "reason"), [(jnp.float32, jnp.bfloat16, "float32"), (jnp.bfloat16, jnp.int8, "int8")]
+    ("dtype", "pages", "reason"), [(jnp.float32, jnp.bfloat16, "queries"), (jnp.bfloat16, jnp.float32, "pages")]
 )
 def test_what_the_kernel_cannot_do_is_refused_with_a_reason(dtype: Any, pages: Any, reason: str) -> None:
     shape = Shape(1, 8, 64, 1, 1, 64)
@@ -83,7 +93,7 @@ def test_what_the_kernel_cannot_do_is_refused_with_a_reason(dtype: Any, pages: A
 
 @pytest.mark.parametrize(("group", "window"), [(1, None), (4, None), (3, 10), (3, 200), (64, 1)])
 def test_a_tile_walks_over_just_the_blocks_that_its_queries_see(group: int, window: int | None) -> None:
-    static = gpu.Call(1, group, 64, 64, window, 1.0, None, False)
+    static = gpu.Call(1, group, 64, 64, False, window, 1.0, None, False)
     start, count = 100, 150
     for tile in range(-(-200 * group // 64)):
         tokens = [row // group for row in range(tile * 64, tile * 64 + 64) if row // group < count]
