@@ -24,7 +24,7 @@ def make_rounded_case(shape: Shape, lengths: list[int], int8: bool = False) -> C
     if shape.window is not None:
         for row, length in enumerate(lengths):
             first = max(0, length - min(shape.tokens, length) - shape.window + 1)
-            case.page_table[row, : first // shape.page_size] = 2**30
+            case.page_table[row, : first // shape.page_size] = len(case.pages)
     pages = quantise(case.pages) if int8 else jnp.asarray(case.pages, jnp.bfloat16)
     return case._replace(queries=jnp.asarray(case.queries, jnp.bfloat16), pages=pages)
 
