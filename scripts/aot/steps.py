@@ -5,7 +5,6 @@ Knows the shapes of two models by heart. `jaxinfer.engine.runner` builds the sam
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Literal
 
 import jax
@@ -96,10 +95,9 @@ class Serving:
 class Step:
     """One step compiled: of which model, and over how many devices."""
 
-    model: str
+    config: ModelConfig
     kind: Kind
     tensor: int
-    config: ModelConfig
     program: Program
 
     @property
@@ -108,13 +106,11 @@ class Step:
         return dict(Counter(name.rpartition(".")[0] or name for name in self.program.kernels))
 
 
-@cache
-def config_of(model: str, layers: int | None = None) -> ModelConfig:
-    """A model's configuration, with fewer layers where wished. Raises ValueError for another model."""
+def config_of(model: str) -> ModelConfig:
+    """A model's configuration. Raises ValueError for a model that is not known."""
     if model not in PUBLISHED:
         raise ValueError(f"no model {model!r}; expected one of {', '.join(PUBLISHED)}")
-    config = config_from_hf(PUBLISHED[model])
-    return config if layers is None else replace(config, layers=layers)
+    return config_from_hf(PUBLISHED[model])
 
 
 def devices_for(config: ModelConfig, serving: Serving, chip: str) -> int:
@@ -129,19 +125,17 @@ def _leaves(config: ModelConfig, serving: Serving) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=lambda leaf: not isinstance(leaf, dict))
 
 
-def compile_step(
-    model: str, kind: Kind, chip: str, serving: Serving, *, tensor: int | None = None, layers: int | None = None
-) -> Step:
+def compile_step(config: ModelConfig, kind: Kind, chip: str, serving: Serving, tensor: int | None = None) -> Step:
     """Compile a step of a model for `tensor` devices of a generation, by default as many as it needs.
 
-    Raises ValueError for a model that is not known, and what the compiler raises.
+    Raises what the compiler raises.
     """
-    config = replace(config_of(model, layers), context=serving.context)
+    config = replace(config, context=serving.context)
     tensor = tensor or devices_for(config, serving, chip)
     devices = mesh(chip, tensor, TENSOR)
     step, args, program = build(config, kind, serving, devices)
     compiled = compile_lowered(chip, devices, lambda: step.lower(*args, program=program))
-    return Step(model, kind, tensor, config, compiled)
+    return Step(config, kind, tensor, compiled)
 
 
 def build(

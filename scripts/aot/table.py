@@ -7,7 +7,7 @@ from typing import Any
 from aot.chips import GENERATIONS
 from aot.figures import Figures, measure
 from aot.kernels import Case
-from aot.steps import Kind, Serving, Step, compile_step
+from aot.steps import Kind, Serving, Step, compile_step, config_of
 
 GIB = 2.0**30
 KERNEL_COLUMNS = (
@@ -21,7 +21,7 @@ KERNEL_COLUMNS = (
     "DMA cycles",
     "ratio",
 )
-STEP_COLUMNS = ("model", "step", "chip", "devices", "GiB of each", "GiB it has", "kernels", "compiled in")
+STEP_COLUMNS = ("step", "chip", "devices", "GiB of each", "GiB it has", "kernels", "compiled in")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class Outcome:
         elif self.found:
             program = self.found.program
             of |= {
-                "model": self.found.model,
                 "step": self.found.kind,
                 "devices": self.found.tensor,
                 "device_bytes": program.bytes,
@@ -73,7 +72,7 @@ def run(job: Job, chip: str) -> Outcome:
     try:
         if isinstance(job, Case):
             return Outcome(job, chip, measure(job, chip)[0])
-        step = compile_step(job.model, job.kind, chip, job.serving)
+        step = compile_step(config_of(job.model), job.kind, chip, job.serving)
     except Exception as error:
         return Outcome(job, chip, None, f"{type(error).__name__}: {_first_line(error)}")
     lacking = step.program.bytes - step.program.chip.device_memory
@@ -88,7 +87,7 @@ def text(outcomes: Iterable[Outcome]) -> str:
     """One table of kernels and one of steps, and the faults."""
     outcomes = list(outcomes)
     kernels = [_kernel_cells(one.found) for one in outcomes if isinstance(one.found, Figures)]
-    steps = [_step_cells(one.found) for one in outcomes if isinstance(one.found, Step)]
+    steps = [_step_cells(str(one.job), one.found) for one in outcomes if isinstance(one.found, Step)]
     faults = [f"{one.job} on {one.chip}: {one.fault}" for one in outcomes if one.fault]
     tables = [
         "\n".join(_aligned([columns, *rows]))
@@ -106,11 +105,11 @@ def _kernel_cells(found: Figures) -> tuple[str, ...]:
     return (*cells, f"{found.unit_bundles:,.0f}", f"{found.unit_bytes:,}", cycles, f"{found.ratio:.2f} {found.bound}")
 
 
-def _step_cells(found: Step) -> tuple[str, ...]:
+def _step_cells(job: str, found: Step) -> tuple[str, ...]:
     program, chip = found.program, found.program.chip
     kernels = ", ".join(f"{count} {name}" for name, count in found.kernels.items()) or "none"
     sizes = (f"{program.bytes / GIB:.2f}", f"{chip.device_memory / GIB:.0f}")
-    return (found.model, found.kind, chip.name, str(found.tensor), *sizes, kernels, f"{program.seconds:.0f} s")
+    return (job, chip.name, str(found.tensor), *sizes, kernels, f"{program.seconds:.0f} s")
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
@@ -129,7 +128,7 @@ def markdown(outcomes: Iterable[Outcome]) -> str:
         (f"`{kernel}`", shape, dtype, *(cells.get((kernel, shape, dtype, chip), "") for chip in chips))
         for kernel, shape, dtype in dict.fromkeys((found.kernel, found.shape, found.dtype) for found in kernels)
     ]
-    steps = [_step_cells(one.found) for one in outcomes if isinstance(one.found, Step)]
+    steps = [_step_cells(str(one.job), one.found) for one in outcomes if isinstance(one.found, Step)]
     tables = [_piped([("kernel", "shape", "dtype", *chips), *rows])] if rows else []
     return "\n\n".join([*tables, *([_piped([STEP_COLUMNS, *steps])] if steps else [])])
 
