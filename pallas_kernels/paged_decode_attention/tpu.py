@@ -31,8 +31,12 @@ LANES, SUBLANES = 128, 8
 LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2_E = 1.4426950408889634
 """Scores are kept times this, since the chip computes powers of 2."""
-TOKENS = 256
-"""Keys of a block."""
+TOKENS = (1024, 512, 256)
+"""Of a block: the first of these whose room is within `ROOM_BYTES`, or the last. Few heads need many tokens: what one
+block waits for in a row, product, peak, powers, product, takes some 150 cycles that only its own work can fill."""
+ROOM_BYTES = 5 << 18
+MOST_ROOM_BYTES = 4 << 20
+"""Both rooms and what the compiler keeps must fit the 16 MiB of a v4, and what other chips give a kernel unasked."""
 TABLE_BYTES = 512 * 1024
 """Of SMEM's 1 MiB, for the page table of one call of the kernel."""
 
@@ -96,29 +100,35 @@ def paged_decode_attention(
 ) -> DecodeQueries:
     """As the reference, but queries and weights that meet bfloat16 or int8 pages are rounded to bfloat16.
 
-    Raises NotImplementedError for pages that do not tile 128 tokens, or a page table too wide for a core's memory.
+    Raises NotImplementedError for pages that do not tile 128 tokens, and for pages or a table too large for a core.
     interpret goes to Pallas.
     """
-    rows, k, g, _ = queries.shape
-    plan = Plan(rows, k, g, page_table.shape[1], _pages_together(pages), window, scale, softcap)
-    at_once = TABLE_BYTES // (4 * plan.table_width)
+    (rows, width), (_, k, g, _) = page_table.shape, queries.shape
+    at_once = TABLE_BYTES // (4 * width)
     if at_once == 0:
-        raise NotImplementedError(
-            f"page table of {plan.table_width} pages a row: at most {TABLE_BYTES // 4} fit in SMEM"
-        )
+        raise NotImplementedError(f"page table of {width} pages a row: at most {TABLE_BYTES // 4} fit in SMEM")
+    together = _pages_together(pages, width, window)
     mixed = []
     for first in range(0, rows, at_once):
-        some = slice(first, first + at_once)
+        some = slice(first, min(first + at_once, rows))
+        plan = Plan(some.stop - first, k, g, width, together, window, scale, softcap)
         mixed.append(_attend(plan, queries[some], pages, page_table[some], lengths[some], sinks, interpret))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed)
 
 
-def _pages_together(pages: Pages) -> int:
-    """Pages of a block."""
-    size = page_shape(pages)[3]
+def _pages_together(pages: Pages, table_width: int, window: int | None) -> int:
+    """Pages of a block: as many as `TOKENS` says, as a row may see, and as need no loop to fetch."""
+    _, planes, k, size, c = page_shape(pages)
     if size % SUBLANES or (LANES % size and size % LANES):
         raise NotImplementedError(f"pages of {size} tokens: only multiples of 8 that divide 128 or that 128 divides")
-    return max(1, TOKENS // size)
+    token = planes * k * (-(-c // LANES) * LANES) * jax.tree.leaves(pages)[0].dtype.itemsize
+    tokens = next((tokens for tokens in TOKENS if tokens * token <= ROOM_BYTES), TOKENS[-1])
+    least = max(LANES, size)
+    if least * token > MOST_ROOM_BYTES:
+        raise NotImplementedError(f"blocks of {least} tokens of {token} bytes: at most {MOST_ROOM_BYTES} fit in VMEM")
+    visible = table_width if window is None else min(table_width, (window - 2) // size + 2)
+    tokens = min(tokens, visible * size, tpu_pages.UNROLLED * size, MOST_ROOM_BYTES // token)
+    return max(tokens // LANES * LANES, least) // size
 
 
 def _attend(
