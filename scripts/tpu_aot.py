@@ -63,9 +63,9 @@ def everything(
         print(json.dumps([one.record() for one in outcomes]))
     else:
         print(table.markdown(outcomes) if as_markdown else table.text(outcomes))
-    faults = [one for one in outcomes if one.fault]
+    faults = table.fault_lines(outcomes)
     if faults and (as_json or as_markdown):
-        print("\n".join(f"{one.job} on {one.chip}: {one.fault}" for one in faults), file=sys.stderr)
+        print("\n".join(faults), file=sys.stderr)
     raise typer.Exit(1 if faults else 0)
 
 

@@ -39,6 +39,14 @@ class Case:
         """The kernel as the engine's steps call it."""
         return jax.jit(lambda *args: self.function(*args, **self.static), donate_argnums=self.donated)
 
+    def refusal(self) -> str | None:
+        """Why the kernel does not do this case, which then falls to the next form; None where it does it."""
+        try:
+            jax.eval_shape(self.jitted(), *self.args)
+        except NotImplementedError as reason:
+            return str(reason)
+        return None
+
     def fetched_bytes(self) -> int:
         """Bytes that the kernel's first scratch holds at once: it has two rooms, one of which fills as one is read.
 
@@ -66,7 +74,7 @@ def _pallas_calls(jaxpr: Any) -> Iterator[Any]:
 
 
 def cases(operation: str, dtypes: tuple[str, ...] = DTYPES, shapes: str = "") -> Iterator[Case]:
-    """Cases of an operation whose shape's name has `shapes` in it.
+    """Cases of an operation whose shape has `shapes` in its name (of quant_matmul with the number of rows).
 
     Raises ValueError for an operation that does not exist.
     """
@@ -76,8 +84,7 @@ def cases(operation: str, dtypes: tuple[str, ...] = DTYPES, shapes: str = "") ->
     named = importlib.import_module(f"pallas_kernels.{operation}.shapes").SHAPES
     make = {"kv_write": _write, "quant_matmul": _matmul}.get(operation, _attention)
     for name, shape in named.items():
-        if shapes in name:
-            yield from make(operation, name, shape, form, dtypes)
+        yield from (case for case in make(operation, name, shape, form, dtypes) if shapes in case.shape)
 
 
 def _attention(operation: str, name: str, shape: Any, form: Any, dtypes: tuple[str, ...]) -> Iterator[Case]:

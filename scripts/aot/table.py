@@ -41,16 +41,20 @@ Job = Case | StepJob
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one job on one chip; fault is what is wrong with it, None for nothing."""
+    """What came of one job on one chip.
+
+    fault: what is wrong with it, None for nothing. refusal: why the kernel leaves this case to XLA, None where it runs.
+    """
 
     job: Job
     chip: str
-    found: Figures | Step | None
+    found: Figures | Step | None = None
     fault: str | None = None
+    refusal: str | None = None
 
     def record(self) -> dict[str, Any]:
         """As plain data."""
-        of: dict[str, Any] = {"job": str(self.job), "chip": self.chip, "fault": self.fault}
+        of: dict[str, Any] = {"job": str(self.job), "chip": self.chip, "fault": self.fault, "refusal": self.refusal}
         if isinstance(self.found, Figures):
             of |= {name: getattr(self.found, name) for name in self.found.__dataclass_fields__}
             of["bound"] = self.found.bound
@@ -68,13 +72,15 @@ class Outcome:
 
 
 def run(job: Job, chip: str) -> Outcome:
-    """Compile a job. What a kernel refuses and what the compiler says is the outcome, whatever its type."""
+    """Compile a job. What is raised while it is lowered or compiled is the outcome, whatever its type."""
+    if isinstance(job, Case) and (refusal := job.refusal()):
+        return Outcome(job, chip, refusal=refusal)
     try:
         if isinstance(job, Case):
             return Outcome(job, chip, measure(job, chip)[0])
         step = compile_step(config_of(job.model), job.kind, chip, job.serving)
     except Exception as error:
-        return Outcome(job, chip, None, f"{type(error).__name__}: {_first_line(error)}")
+        return Outcome(job, chip, fault=f"{type(error).__name__}: {_first_line(error)}")
     lacking = step.program.bytes - step.program.chip.device_memory
     return Outcome(job, chip, step, f"lacks {lacking / GIB:.2f} GiB on each device" if lacking > 0 else None)
 
@@ -88,13 +94,19 @@ def text(outcomes: Iterable[Outcome]) -> str:
     outcomes = list(outcomes)
     kernels = [_kernel_cells(one.found) for one in outcomes if isinstance(one.found, Figures)]
     steps = [_step_cells(str(one.job), one.found) for one in outcomes if isinstance(one.found, Step)]
-    faults = [f"{one.job} on {one.chip}: {one.fault}" for one in outcomes if one.fault]
+    notes = [f"{one.job} on {one.chip} is left to XLA: {one.refusal}" for one in outcomes if one.refusal]
+    notes += fault_lines(outcomes)
     tables = [
         "\n".join(_aligned([columns, *rows]))
         for columns, rows in ((KERNEL_COLUMNS, kernels), (STEP_COLUMNS, steps))
         if rows
     ]
-    return "\n\n".join([*tables, *(["\n".join(faults)] if faults else [])])
+    return "\n\n".join([*tables, *(["\n".join(notes)] if notes else [])])
+
+
+def fault_lines(outcomes: Iterable[Outcome]) -> list[str]:
+    """A line for each job that does not compile or does not fit."""
+    return [f"{one.job} on {one.chip}: {one.fault}" for one in outcomes if one.fault]
 
 
 def _kernel_cells(found: Figures) -> tuple[str, ...]:

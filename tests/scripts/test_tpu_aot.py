@@ -145,7 +145,8 @@ def outcomes(aot):
     return [
         Outcome(case, "v6e", kernel),
         Outcome(case, "v4", replace(kernel, chip="v4", ratio=2.0, unit_bundles=1712.0)),
-        Outcome(case, "v5e", None, "NotImplementedError: no"),
+        Outcome(case, "v5e", fault="JaxRuntimeError: no"),
+        Outcome(case, "tpu7x", refusal="too wide"),
         Outcome(case, "v5p", replace(kernel, chip="v5p", ratio=None, unit_bundles=None)),
     ]
 
@@ -153,11 +154,15 @@ def outcomes(aot):
 def test_the_tables_say_what_was_found(aot, outcomes):
     text = aot["table"].text(outcomes).splitlines()
     assert [line.split()[-2:] for line in text[1:4]] == [["0.50", "memory"], ["2.00", "bundles"], ["-", "-"]]
-    assert text[-1] == "decode [x] int8 on v5e: NotImplementedError: no"
+    assert text[-2:] == [
+        "decode [x] int8 on tpu7x is left to XLA: too wide",
+        "decode [x] int8 on v5e: JaxRuntimeError: no",
+    ]
     row = aot["table"].markdown(outcomes).splitlines()[-1]
     assert row == "| `decode` | x | int8 | 1,712 / 1 = **2.00** | 900 in all | 150 / 1 = 0.50 |"
     records = [one.record() for one in outcomes]
-    assert [record["fault"] for record in records] == [None, None, "NotImplementedError: no", None]
+    assert [record["fault"] for record in records] == [None, None, "JaxRuntimeError: no", None, None]
+    assert [record["refusal"] for record in records] == [None] * 3 + ["too wide", None]
     assert records[0]["bound"] == "memory"
 
 

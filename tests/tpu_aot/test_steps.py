@@ -34,7 +34,7 @@ def test_each_layer_calls_its_kernels_once(kind, chip, tensor):
 
 @pytest.mark.parametrize(("kind", "chip", "tensor"), CASES)
 def test_only_kernels_touch_the_pool(kind, chip, tensor):
-    """No gather, scatter, slice or copy: what has the pool's shape is an argument, a kernel's result, or a name of one."""
+    """No gather, scatter, slice or copy: what has the pool's shape is an argument or a kernel's result."""
     found = step(kind, chip, tensor)
     heads, head = found.config.kv_heads // tensor, found.config.head_dim
     pool = rf"bf16\[{SERVING.pages},2,{heads},{SERVING.page_size},{head}\]"
