@@ -47,12 +47,12 @@ def test_real_shapes_are_the_references(name: str) -> None:
     check(make_case(shape, [shape.length]), shape, 1e-4)
 
 
-@pytest.mark.parametrize("start", [16, 150], ids=["on a page", "inside a page, far"])
-def test_a_query_is_the_same_wherever_its_chunk_starts(start: int) -> None:
+def test_a_query_is_the_same_wherever_its_chunk_starts() -> None:
+    """Here far behind the first key, inside a page."""
     shape = Shape(1, 200, 0, 1, 2, 8, 16, window=100)
     case = make_case(shape, [200])
-    at = slice(start, start + 40)
-    part = case._replace(queries=case.queries[:, at], positions=case.positions[:, at], lengths=np.array([start + 40]))
+    at = slice(150, 190)
+    part = case._replace(queries=case.queries[:, at], positions=case.positions[:, at], lengths=np.array([190]))
     np.testing.assert_allclose(run_kernel(part, shape), run_reference(case, shape)[:, at], rtol=1e-4, atol=1e-5)
 
 
