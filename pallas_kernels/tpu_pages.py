@@ -141,17 +141,6 @@ def _copies(
     return copies
 
 
-def clear_values(rooms: Rooms) -> None:
-    """Zeros for the values of both rooms, so that what no copy has reached is finite. int8 is finite as it is."""
-    if rooms.scales is None:
-
-        def clear(index: Number, _: None) -> None:
-            values = rooms.numbers.at[index // rooms.heads, rooms.planes - 1, index % rooms.heads]
-            values[...] = jnp.zeros(values.shape, values.dtype)
-
-        jax.lax.fori_loop(0, 2 * rooms.heads, clear, None)
-
-
 def silence_places(rooms: Rooms, room: Number, count: Number) -> None:
     """Zeros for the values of the places from `count` on, where an earlier use of the room may have left a NaN."""
 
@@ -167,10 +156,9 @@ def silence_values(rooms: Rooms, room: Number, begin: Number, end: Number) -> No
     """Zeros for the values of tokens outside begin .. end - 1, in the pages where these lie.
 
     A weight of 0 does not silence a NaN in a slot that was never written. Tokens count from the room's first. Pages
-    wholly outside are left alone: they hold what `clear_values` or an earlier use of the room left, which is finite.
-    int8 numbers are no NaN, and silencing their scales is for who multiplies by them.
+    wholly outside are left alone: those that did not come are for `silence_places`. int8 numbers are no NaN, and
+    silencing their scales is for who multiplies by them.
     """
-
     size, tile = rooms.page_size, min(rooms.page_size, 32 // rooms.numbers.dtype.itemsize)
 
     def silence(place: Number, first: Number, stop: Number) -> None:

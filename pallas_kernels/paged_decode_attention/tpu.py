@@ -235,7 +235,6 @@ def _kernel(
     @pl.when(step == 0)
     def _() -> None:
         turns[0] = 0
-        tpu_pages.clear_values(rooms)
         tpu_pages.start(pool, rooms, jnp.int32(0), lambda i: table[row.entry + i], row.pages)
 
     @pl.when((row.pages == 0) & (place < plan.rows))
@@ -257,6 +256,7 @@ def _kernel(
             count = jnp.where(last, after.pages, row.pages - first - plan.together)
             tpu_pages.start(pool, rooms, 1 - room, lambda i: table[entry + i], count)
             tpu_pages.wait(pool, rooms, room, row.pages - first)
+            tpu_pages.silence_places(rooms, room, row.pages - first)
             begin, end = (edge - first * rooms.page_size for edge in (row.begin, row.end))
             tpu_pages.silence_values(rooms, room, begin, end)
             return _meet(Block(plan, rooms, room, begin, end), queries, states)

@@ -49,14 +49,14 @@ def test_each_row_is_the_references(name: str) -> None:
     check(make_case(shape, lengths), shape)
 
 
-REAL = {replace(shape, rows=min(shape.rows, 2)): name for name, shape in SHAPES.items()}
+REAL = {replace(shape, rows=2): name for name, shape in SHAPES.items()}
 
 
 @pytest.mark.parametrize("shape", REAL, ids=REAL.get)
 def test_real_shapes_are_the_references(shape: Shape) -> None:
-    """With as few heads as leave two tiles of them: the rest do the same."""
-    shape = replace(shape, kv_heads=min(shape.kv_heads, max(1, 8 // shape.group) + 1))
-    check(make_case(shape, [shape.length // 3, shape.length][-shape.rows :]), shape)
+    """With two heads, in blocks as large as they make them: the others do the same."""
+    shape = replace(shape, kv_heads=min(shape.kv_heads, 2))
+    check(make_case(shape, [shape.length // 3, shape.length]), shape)
 
 
 @pytest.mark.usefixtures("blocks_of_128")
@@ -94,7 +94,7 @@ def test_int8_pages_are_met_as_the_numbers_they_stand_for(shape: Shape, lengths:
 
 
 @pytest.mark.usefixtures("blocks_of_128")
-@pytest.mark.parametrize("name", ["rows of every length, an odd number", "one plane"])
+@pytest.mark.parametrize("name", ["rows of every length, an odd number"])
 def test_bfloat16_pages_are_met_within_a_rounding(name: str) -> None:
     """Of the weights and of the result, one part in 512 each."""
     shape, lengths = SMALL[name]
@@ -109,6 +109,18 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours() -> None:
     case = make_case(shape, [300, 40, 0, 500, 64])
     alone = case._replace(queries=case.queries[:1], page_table=case.page_table[:1], lengths=case.lengths[:1])
     np.testing.assert_array_equal(run_kernel(alone, shape)[0], run_kernel(case, shape)[0])
+
+
+@pytest.mark.usefixtures("blocks_of_128")
+def test_a_broken_row_reaches_no_other() -> None:
+    """Row 0 goes first and leaves NaN in both rooms, where the pages of shorter rows then stand before it."""
+    shape = Shape(1, 1, 0, 1, 2, 8, 64)
+    case = make_case(shape, [500, 30, 200, 64])
+    expected = run_reference(case, shape)
+    case.pages[case.page_table[0, :8], 1] = np.nan
+    got = run_kernel(case, shape)
+    assert np.isnan(got[0]).all()
+    np.testing.assert_allclose(got[1:], expected[1:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("blocks_of_128")
@@ -146,7 +158,7 @@ def test_a_block_is_as_large_as_pays_and_fits(name: str) -> None:
     assert tpu._pages_together(pages, width, window) == expected
 
 
-@pytest.mark.parametrize("rows", range(1, 10))
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
 def test_rows_are_dealt_out_evenly_and_each_once(rows: int) -> None:
     lengths = np.random.default_rng(rows).integers(0, 6, rows).astype(np.int32)
     plan = tpu.Plan(rows, 1, 1, 1, 1, None, 1.0, None)
