@@ -5,10 +5,12 @@ import json
 import signal
 import subprocess
 import sys
+from itertools import takewhile
 
 import pytest
 
 from jaxinfer import SamplingParams
+from pallas_kernels.dispatch import OPERATIONS
 
 GREEDY = ["-t", "0", "--max-tokens", "8"]
 
@@ -59,7 +61,8 @@ def test_serve_answers_generate_and_chat_until_it_is_told_to_stop(code, llm, tin
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         target = server.stdout.readline().removeprefix("listening on ").strip()
-        assert server.stdout.readline().startswith("ready: ")
+        kernels = list(takewhile(lambda line: not line.startswith("ready: "), server.stdout))
+        assert {line.split(":")[0] for line in kernels} == {f"kernel {operation}" for operation in OPERATIONS}
         assert code("generate", "By day", "--server", target, *GREEDY) == 0
         captured = capsys.readouterr()
         assert captured.out == llm.generate(["By day"], SamplingParams(max_tokens=8, temperature=0.0))[0].text + "\n"
