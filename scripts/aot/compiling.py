@@ -35,11 +35,13 @@ PALLAS_CALL = re.compile(r'%?([\w.-]+) = [^\n]*? custom-call\([^\n]*custom_call_
 class Program:
     """What the compiler made. Bytes are those of one device.
 
-    kernels: each Pallas call of the program, by its name in the HLO (`name.1`, where the call was given a name).
+    calls: the Pallas calls of the program, by their names in the HLO (`name.1`, where the call was given a name).
+    kernels: their code. Calls of equal code share that of one of them, and only that one is here.
     """
 
     chip: Generation
     text: str
+    calls: tuple[str, ...]
     kernels: Mapping[str, Schedule]
     argument_bytes: int
     output_bytes: int
@@ -55,7 +57,7 @@ class Program:
 
     def kernel(self, name: str) -> Schedule:
         """The one kernel that was given that name. Raises ValueError where there is not just one."""
-        found = [key for key in self.kernels if key.rpartition(".")[0] == name or key == name]
+        found = [key for key in self.kernels if given_name(key) == name]
         if len(found) != 1:
             raise ValueError(f"expected one kernel {name!r}; the program has {sorted(self.kernels) or 'none'}")
         return self.kernels[found[0]]
@@ -102,11 +104,13 @@ def compile_lowered(chip: str, devices: Mesh, lower: Callable[[], jax.stages.Low
     seconds = time.monotonic() - start
     memory: Any = compiled.memory_analysis()
     text = compiled.as_text() or ""
-    kernels = read_kernels(folder, pallas_calls(text), generation(chip))
+    calls = pallas_calls(text)
+    kernels = read_kernels(folder, calls, generation(chip))
     _empty(folder)
     return Program(
         chip=generation(chip),
         text=text,
+        calls=tuple(calls),
         kernels=kernels,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -140,17 +144,28 @@ def pallas_calls(text: str) -> list[str]:
     return PALLAS_CALL.findall(text)
 
 
+def given_name(call: str) -> str:
+    """What a Pallas call was named, without the number that XLA gives it."""
+    name, _, number = call.rpartition(".")
+    return name if number.isdigit() else call
+
+
 def read_kernels(folder: Path, names: Sequence[str], chip: Generation) -> dict[str, Schedule]:
-    """What the compiler wrote about the operations of these names. Raises ValueError where it wrote nothing of one."""
+    """What the compiler wrote about the operations of these names.
+
+    Raises ValueError where it wrote of none of a given name.
+    """
     files: dict[str, dict[str, Path]] = {name: {} for name in names}
     for path in folder.iterdir():
         match = DUMP.match(path.name)
         if match and match["operation"] in files:
             files[match["operation"]][match["label"]] = path
-    lost = [name for name, of in files.items() if of.keys() != {BUNDLES, SLOTS}]
-    if lost:
-        raise ValueError(f"the compiler wrote no bundles of {lost[0]}; LIBTPU_INIT_ARGS must be set before it starts")
-    return {name: _schedule(of, chip) for name, of in files.items()}
+    whole = {name: of for name, of in files.items() if of.keys() == {BUNDLES, SLOTS}}
+    if lost := {given_name(name) for name in files} - {given_name(name) for name in whole}:
+        raise ValueError(
+            f"the compiler wrote no bundles of {min(lost)}; was it started before `libtpu.start` was called?"
+        )
+    return {name: _schedule(of, chip) for name, of in whole.items()}
 
 
 def _schedule(files: Mapping[str, Path], chip: Generation) -> Schedule:

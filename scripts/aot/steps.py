@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from aot.chips import generation
-from aot.compiling import Program, compile_lowered, mesh
+from aot.compiling import Program, compile_lowered, given_name, mesh
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine import steps
 from jaxinfer.engine.batches import Layout
@@ -99,11 +99,13 @@ class Step:
     kind: Kind
     tensor: int
     program: Program
+    pool: tuple[tuple[int, ...], ...]
+    """Shapes of what one device holds of the pool, an array each."""
 
     @property
     def kernels(self) -> dict[str, int]:
         """How many Pallas calls of each name it makes."""
-        return dict(Counter(name.rpartition(".")[0] or name for name in self.program.kernels))
+        return dict(Counter(map(given_name, self.program.calls)))
 
 
 def config_of(model: str) -> ModelConfig:
@@ -135,7 +137,8 @@ def compile_step(config: ModelConfig, kind: Kind, chip: str, serving: Serving, t
     devices = mesh(chip, tensor, TENSOR)
     step, args, program = build(config, kind, serving, devices)
     compiled = compile_lowered(chip, devices, lambda: step.lower(*args, program=program))
-    return Step(config, kind, tensor, compiled)
+    pool = tuple(leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(args[1].pages))
+    return Step(config, kind, tensor, compiled, pool)
 
 
 def build(
