@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from aot import libtpu
@@ -78,9 +79,20 @@ def _devices(topology: str) -> list[Any]:
 
 
 def on(devices: Mesh, tree: Any) -> Any:
-    """A tree of shapes, each whole on every device of the mesh."""
+    """A tree of shapes, each whole on every device of the mesh and laid out as `formats` says."""
+    return jax.tree.map(
+        lambda leaf, form: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=form), tree, formats(devices, tree)
+    )
+
+
+def formats(devices: Mesh, tree: Any) -> Any:
+    """How kernels take arrays of these shapes: in the order of their axes.
+
+    XLA would lay out a pool whose last axis is no multiple of 128 in another order, copy all of it before the kernel,
+    and compile that copy for minutes. The engine's pools are of whole lanes (`jaxinfer/engine/lanes.py`).
+    """
     whole = NamedSharding(devices, PartitionSpec())
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
+    return jax.tree.map(lambda leaf: Format(Layout(tuple(range(leaf.ndim))), whole), tree)
 
 
 def compile_for(chip: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:

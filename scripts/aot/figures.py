@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from aot.bundles import Loop, Schedule
 from aot.chips import Generation
-from aot.compiling import Program, compile_for
+from aot.compiling import Program, compile_for, mesh
 from aot.kernels import Case
 
 
@@ -55,7 +55,7 @@ class Figures:
 
 def measure(case: Case, chip: str) -> tuple[Figures, Schedule]:
     """Compile a case for a chip. Raises what the compiler raises."""
-    program = compile_for(chip, case.jitted(), *case.args)
+    program = compile_for(chip, case.jitted(mesh(chip)), *case.args)
     schedule = program.kernel(case.operation)
     return figures(case, program, schedule), schedule
 

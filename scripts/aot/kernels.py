@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from aot.compiling import formats
 from pallas_kernels.arrays import Int8Pages
 from pallas_kernels.pages import empty_pages
 
@@ -35,9 +37,12 @@ class Case:
     def __str__(self) -> str:
         return f"{self.operation} [{self.shape}] {self.dtype}"
 
-    def jitted(self) -> Any:
-        """The kernel as the engine's steps call it."""
-        return jax.jit(lambda *args: self.function(*args, **self.static), donate_argnums=self.donated)
+    def jitted(self, devices: Mesh | None = None) -> Any:
+        """The kernel as the engine's steps call it; for `devices`, with what it is given in place laid out as it is."""
+        placed: dict[str, Any] = {}
+        if devices is not None and self.donated:
+            placed["out_shardings"] = formats(devices, self.args[self.donated[0]])
+        return jax.jit(lambda *args: self.function(*args, **self.static), donate_argnums=self.donated, **placed)
 
     def refusal(self) -> str | None:
         """Why the kernel does not do this case, which then falls to the next form; None where it does it."""

@@ -9,7 +9,16 @@ from aot.kernels import DTYPES, OPERATIONS, cases
 
 
 def lowering(case, devices):
-    return lambda: case.jitted().lower(*on(devices, case.args))
+    return lambda: case.jitted(devices).lower(*on(devices, case.args))
+
+
+def tried(case, chip):
+    """v6e sees every case; the others, of products, 8 rows of bfloat16; float32 beside it only v4."""
+    if chip == "v6e":
+        return True
+    if case.operation == "quant_matmul":
+        return case.dtype == "bfloat16" and case.shape.endswith(", 8 rows")
+    return chip == "v4" or case.dtype != "float32"
 
 
 # Numbers of a weight are int8 or int4 whatever the dtype of what they meet.
@@ -20,8 +29,8 @@ PAIRS = [(operation, dtype) for operation in OPERATIONS for dtype in DTYPES if l
 @pytest.mark.parametrize("chip", GENERATIONS)
 def test_every_shape_compiles(chip, operation, dtype):
     devices = mesh(chip)
-    jobs = {case.shape: lowering(case, devices) for case in cases(operation, (dtype,)) if case.refusal() is None}
-    assert compile_all(chip, jobs) == {}
+    here = [case for case in cases(operation, (dtype,)) if tried(case, chip) and case.refusal() is None]
+    assert compile_all(chip, {case.shape: lowering(case, devices) for case in here}) == {}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
