@@ -1,6 +1,6 @@
 # make demo   serve a small real model and stream one answer over gRPC
 # make test   everything that continuous integration runs
-# Both make their own environment in .venv. The second demo takes about 20 seconds, the tests 12 minutes.
+# Both make their own environment in .venv. The second demo takes about 20 seconds, the tests 50 minutes.
 
 # $(call interpreter,(3, 11),NAMES): the first of NAMES that runs and is Python 3.11 or later.
 interpreter = $(firstword $(foreach name,$(2),$(shell \
