@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.arrays import Int8Pages, Pages
+from pallas_kernels.gpu_chip import require_hopper
 from pallas_kernels.pages import page_shape
 
 ROWS = 64
@@ -177,8 +177,7 @@ def open_pool(queries: Float[Array, "*any k g c"], pages: Pages) -> tuple[int, i
         raise NotImplementedError(f"pages of {b} tokens; expected 8, 16, 32 or a multiple of {KEYS}")
     if n * planes * k * b >= 2**31:
         raise NotImplementedError(f"a pool of {n * planes * k * b} lines; they are counted in int32")
-    if jax.default_backend() == "gpu" and (has := jax.devices()[0].compute_capability) != "9.0":
-        raise NotImplementedError(f"a GPU of compute capability {has}; wgmma is Hopper's (9.0) alone")
+    require_hopper()
     if isinstance(pages, Int8Pages):
         return k, b, c, (pages.numbers.reshape(-1, c), pages.scales.reshape(-1))
     return k, b, c, (pages.reshape(-1, c),)

@@ -18,7 +18,8 @@ from aot import libtpu, table
 from aot.chips import GENERATIONS, generation
 from aot.figures import loop_lines, measure
 from aot.kernels import DTYPES, OPERATIONS, cases
-from aot.steps import KINDS, PUBLISHED, Serving, config_of
+from aot.steps import KINDS, Serving, config_of
+from published import PUBLISHED
 from tqdm import tqdm
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

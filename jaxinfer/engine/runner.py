@@ -18,14 +18,12 @@ from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
 from jaxinfer.engine.cache import cache_dtype, pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
-from jaxinfer.engine.lanes import PageLanes, page_lanes
-from jaxinfer.engine.ops import Kernel, PagedOps
-from jaxinfer.engine.sharding import make_mesh, param_shardings, replicated
-from jaxinfer.engine.state import EngineState, make_state, state_shardings
+from jaxinfer.engine.ops import Kernel
+from jaxinfer.engine.sharding import make_mesh, param_shardings
+from jaxinfer.engine.state import EngineState, make_state
 from jaxinfer.engine.steps import Program, decode_step, prefill_step, seat_step
 from jaxinfer.errors import ConfigError, EngineFault
 from jaxinfer.model.quantised import bytes_per_weight, describe, spread_all
-from jaxinfer.model.transformer import Transformer
 from jaxinfer.plan import DecodeRow, Limits, PrefillChunk, RowParams, Seat, StepPlan, StepTokens
 from jaxinfer.request import MAX_LOGPROBS, SampledToken, SamplingParams
 
@@ -87,14 +85,7 @@ class EngineRunner:
             vocab_size=min(vocab_size or config.vocab_size, config.vocab_size),
         )
         layout = Layout(0, pages_per_sequence(limits.page_size, context), limits.slots, limits.vocab_size)
-        shardings = state_shardings(config, mesh)
-        program = Program(
-            Transformer(config, dtype),
-            _ops(engine, mesh, page_lanes(config, held)),
-            layout,
-            shardings,
-            replicated(mesh),
-        )
+        program = _program(config, engine, dtype, held, layout, mesh)
         state = make_state(
             config,
             pages=limits.pages,
@@ -235,9 +226,9 @@ class EngineRunner:
         return output
 
 
-def _ops(engine: EngineConfig, mesh: Mesh, lanes: PageLanes) -> PagedOps:
+def _program(config: ModelConfig, engine: EngineConfig, dtype: Any, held: Any, layout: Layout, mesh: Mesh) -> Program:
     try:
-        return PagedOps(dict(engine.kernels), mesh=mesh, lanes=lanes)
+        return Program.build(config, dtype, held, layout, mesh, dict(engine.kernels))
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from None
 

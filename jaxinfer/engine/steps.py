@@ -4,6 +4,7 @@ Knows: the order inside a step: forward pass, logits of the rows that sample, ch
 in donated and goes out new. Parameters are an argument, never a closure.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int32
 
 from jaxinfer.arrays import RowInt, Tokens
+from jaxinfer.config import ModelConfig
 from jaxinfer.engine.batches import Layout, Rows, StepRows, unpack
+from jaxinfer.engine.lanes import page_lanes
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sampling import Packed, sample
-from jaxinfer.engine.state import EngineState, HistoryRow, record, seat
+from jaxinfer.engine.sharding import replicated
+from jaxinfer.engine.state import EngineState, HistoryRow, record, seat, state_shardings
 from jaxinfer.model.ops import TokenBatch
 from jaxinfer.model.transformer import Transformer
 from jaxinfer.request import MAX_LOGPROBS
@@ -36,6 +40,18 @@ class Program:
     layout: Layout
     shardings: Any
     whole: NamedSharding
+
+    @classmethod
+    def build(
+        cls, config: ModelConfig, dtype: Any, held: Any, layout: Layout, mesh: Mesh, forms: Mapping[str, str]
+    ) -> "Program":
+        """The program of a model on a mesh, whose devices say what platform it is for; pages are of dtype `held`.
+
+        forms: as `PagedOps` takes them. Raises ValueError as it does.
+        """
+        platform = mesh.devices.flat[0].platform
+        ops = PagedOps(forms, platform=platform, mesh=mesh, lanes=page_lanes(config, held, platform))
+        return cls(Transformer(config, jnp.dtype(dtype)), ops, layout, state_shardings(config, mesh), replicated(mesh))
 
 
 def _forward(

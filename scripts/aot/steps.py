@@ -1,6 +1,6 @@
 """The engine's two steps, built for a TPU as the engine builds them, without values.
 
-Knows the shapes of two models by heart. `jaxinfer.engine.runner` builds the same program for the devices that it has.
+`jaxinfer.engine.runner` builds the same program for the devices that it has.
 """
 
 from collections import Counter
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from published import PUBLISHED
 
 from aot.chips import generation
 from aot.compiling import Program, compile_lowered, given_name, mesh
@@ -17,52 +18,14 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.engine import steps
 from jaxinfer.engine.batches import Layout
 from jaxinfer.engine.cache import page_bytes, pages_per_sequence
-from jaxinfer.engine.lanes import page_lanes
-from jaxinfer.engine.ops import PagedOps
-from jaxinfer.engine.sharding import TENSOR, param_shardings, replicated
-from jaxinfer.engine.state import make_state, state_shardings
+from jaxinfer.engine.sharding import TENSOR, param_shardings
+from jaxinfer.engine.state import make_state
 from jaxinfer.model.families import config_from_hf
 from jaxinfer.model.quantised import bytes_of, parts_of, spread_all
-from jaxinfer.model.transformer import Transformer, abstract_params
+from jaxinfer.model.transformer import abstract_params
 
 Kind = Literal["decode", "prefill"]
 KINDS: tuple[Kind, ...] = ("decode", "prefill")
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 49_152,
-        "hidden_size": 576,
-        "intermediate_size": 1_536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8_192,
-        "rope_theta": 100_000,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    "llama3.1-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128_256,
-        "hidden_size": 4_096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 500_000,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8_192,
-        },
-    },
-}
-"""What config.json of SmolLM2-135M and of Llama 3.1 8B says of the architecture."""
 
 
 @dataclass(frozen=True)
@@ -145,19 +108,18 @@ def build(
     config: ModelConfig, kind: Kind, serving: Serving, devices: Mesh
 ) -> tuple[Any, tuple[Any, ...], steps.Program]:
     """A step of the engine, the shapes of its arguments on that mesh, and what is static in it."""
-    whole, shardings = replicated(devices), state_shardings(config, devices)
     layout = Layout(
         tokens=0 if kind == "decode" else serving.chunk,
         pages=pages_per_sequence(serving.page_size, serving.context),
         slots=serving.rows,
         vocab=config.vocab_size,
     )
-    ops = PagedOps(platform="tpu", mesh=devices, lanes=page_lanes(config, serving.held, "tpu"))
-    program = steps.Program(Transformer(config, jnp.dtype(serving.dtype)), ops, layout, shardings, whole)
+    program = steps.Program.build(config, serving.dtype, serving.held, layout, devices, {})
     params = abstract_params(config, serving.dtype, serving.quantize)
     params = _placed(params, spread_all(params, param_shardings(config, devices)))
-    state = _placed(_state(config, serving, devices), shardings)
-    rows = jax.ShapeDtypeStruct((serving.rows if kind == "decode" else 1, layout.width), jnp.int32, sharding=whole)
+    state = _placed(_state(config, serving, devices), program.shardings)
+    count = serving.rows if kind == "decode" else 1
+    rows = jax.ShapeDtypeStruct((count, layout.width), jnp.int32, sharding=program.whole)
     step = steps.decode_step if kind == "decode" else steps.prefill_step
     return step, (params, state, rows), program
 

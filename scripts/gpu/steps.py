@@ -14,36 +14,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from published import PUBLISHED
 
 from gpu import interpreting
 from gpu.clock import seconds_per_turn
 from gpu.jobs import Job, Outcome
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
-from jaxinfer.engine.lanes import page_lanes
-from jaxinfer.engine.ops import PagedOps
-from jaxinfer.engine.sharding import make_mesh, replicated
-from jaxinfer.engine.state import make_state, state_shardings
+from jaxinfer.engine.sharding import make_mesh
+from jaxinfer.engine.state import make_state
 from jaxinfer.engine.steps import Program, decode_step, prefill_step
 from jaxinfer.model.families import config_from_hf
-from jaxinfer.model.transformer import Transformer, abstract_params
+from jaxinfer.model.transformer import abstract_params
 from jaxinfer.plan import DecodeRow, PrefillChunk, RowParams
 from jaxinfer.request import SamplingParams
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 4_096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "rope_theta": 500_000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
-TINY: dict[str, Any] = LLAMA_8B | {
+TINY: dict[str, Any] = PUBLISHED["llama3.1-8b"] | {
     "vocab_size": 256,
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -80,7 +66,7 @@ class Scale:
         return -(-max(self.context, *self.tokens) // self.page_size)
 
 
-LARGE = Scale(LLAMA_8B, (1, 16, 64, 256), (512, 2048), 1024)
+LARGE = Scale(PUBLISHED["llama3.1-8b"], (1, 16, 64, 256), (512, 2048), 1024)
 SMALL = Scale(TINY, (2,), (16,), 100)
 
 
@@ -93,13 +79,7 @@ class Bench:
         self.config = replace(config_from_hf(scale.hf), context=longest)
         self._mesh: Mesh = make_mesh(EngineConfig().mesh)
         layout = Layout(0, scale.table_width, max(scale.rows), self.config.vocab_size)
-        self.program = Program(
-            Transformer(self.config, jnp.dtype("bfloat16")),
-            PagedOps(forms, mesh=self._mesh, lanes=page_lanes(self.config, "bfloat16")),
-            layout,
-            state_shardings(self.config, self._mesh),
-            replicated(self._mesh),
-        )
+        self.program = Program.build(self.config, "bfloat16", "bfloat16", layout, self._mesh, forms)
         self.params = random_params(self.config)
         self._state: Any = self._make_state()
 

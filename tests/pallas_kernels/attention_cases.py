@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.pages import as_float32, quantise
 from pallas_kernels.shapes import AttentionShape as Shape
 
 
@@ -41,6 +42,12 @@ def make_case(shape: Shape, lengths: list[int], seed: int = 0) -> Case:
     queries = random.standard_normal((rows, shape.tokens, shape.kv_heads, shape.group, shape.head_dim))
     sinks = random.uniform(-3, 3, (shape.kv_heads, shape.group)).astype(np.float32) if shape.sinks else None
     return Case(queries.astype(np.float32), pages, table, positions, np.asarray(lengths, np.int32), sinks)
+
+
+def in_int8(case: Case) -> tuple[Case, Case]:
+    """The case with pages of int8, and with the numbers that those stand for."""
+    pages = jax.jit(quantise)(case.pages)
+    return case._replace(pages=pages), case._replace(pages=jax.jit(as_float32)(pages))
 
 
 def how(shape: Shape) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from jaxtyping import jaxtyped
 
 from pallas_kernels.paged_decode_attention import reference, xla
 from pallas_kernels.paged_decode_attention.shapes import SHAPES, Shape
-from pallas_kernels.pages import as_float32, quantise
+from pallas_kernels.pages import quantise
 
-from .attention_cases import by_hand, how, make_case, run_decode
+from .attention_cases import by_hand, how, in_int8, make_case, run_decode
 
 FORMS = [reference.paged_decode_attention, xla.paged_decode_attention]
 checked_reference = jaxtyped(typechecker=beartype)(reference.paged_decode_attention)
@@ -74,10 +74,8 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours() -> None:
 def test_int8_pages_are_met_as_the_numbers_they_stand_for(name: str) -> None:
     """NaN stands in the scales of what nobody may see."""
     shape, lengths = SMALL[name]
-    case = make_case(shape, lengths)
-    case = case._replace(pages=jax.jit(quantise)(case.pages))
+    case, wide = in_int8(make_case(shape, lengths))
     assert np.isnan(case.pages.scales).any()
-    wide = case._replace(pages=jax.jit(as_float32)(case.pages))
     expected = run_decode(reference.paged_decode_attention, wide, shape)
     assert np.isfinite(expected).all()
     for form in FORMS:

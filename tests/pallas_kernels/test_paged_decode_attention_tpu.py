@@ -10,9 +10,9 @@ import pytest
 
 from pallas_kernels.paged_decode_attention import reference, tpu
 from pallas_kernels.paged_decode_attention.shapes import SHAPES, Shape
-from pallas_kernels.pages import as_float32, empty_pages, quantise
+from pallas_kernels.pages import empty_pages
 
-from .attention_cases import Case, make_case, run_decode
+from .attention_cases import Case, in_int8, make_case, run_decode
 from .mosaic_tpu import INTERPRET, run_without_races
 
 run_kernel = partial(run_without_races, run_decode, tpu.paged_decode_attention)
@@ -83,10 +83,9 @@ def test_pages_before_the_window_are_not_fetched() -> None:
 @pytest.mark.parametrize(("shape", "lengths"), [SMALL["window of 1"], SMALL["one plane"]], ids=["window", "one plane"])
 def test_int8_pages_are_met_as_the_numbers_they_stand_for(shape: Shape, lengths: list[int]) -> None:
     """NaN stands in the scales of what nobody may see. The weights are rounded to bfloat16, one part in 512."""
-    case = make_case(shape, lengths)
-    case = case._replace(pages=jax.jit(quantise)(case.pages), queries=jnp.asarray(case.queries, jnp.bfloat16))
+    made = make_case(shape, lengths)
+    case, wide = in_int8(made._replace(queries=jnp.asarray(made.queries, jnp.bfloat16)))
     assert np.isnan(case.pages.scales).any()
-    wide = case._replace(pages=jax.jit(as_float32)(case.pages))
     expected, got = (
         np.asarray(run(some, shape), np.float32) for run, some in ((run_reference, wide), (run_kernel, case))
     )

@@ -11,9 +11,9 @@ import pytest
 
 from pallas_kernels.paged_prefill_attention import reference, tpu
 from pallas_kernels.paged_prefill_attention.shapes import SHAPES, Shape
-from pallas_kernels.pages import as_float32, quantise
+from pallas_kernels.pages import quantise
 
-from .attention_cases import Case, how, make_case, run_prefill
+from .attention_cases import Case, how, in_int8, make_case, run_prefill
 from .mosaic_tpu import INTERPRET, run_without_races
 
 run_kernel = partial(run_without_races, run_prefill, tpu.paged_prefill_attention)
@@ -77,9 +77,7 @@ def test_pages_before_the_window_are_not_fetched() -> None:
 def test_int8_pages_are_met_as_the_numbers_they_stand_for(planes: int, window: int | None) -> None:
     """NaN stands in the scales of what nobody may see."""
     shape = Shape(1, 12, 0, 2, 2, 8, 16, window=window, planes=planes)
-    case = make_case(shape, [30, 7])
-    case = case._replace(pages=jax.jit(quantise)(case.pages))
-    wide = case._replace(pages=jax.jit(as_float32)(case.pages))
+    case, wide = in_int8(make_case(shape, [30, 7]))
     assert np.isnan(case.pages.scales).any()
     np.testing.assert_allclose(run_kernel(case, shape), run_reference(wide, shape), rtol=1e-4, atol=1e-5)
 
