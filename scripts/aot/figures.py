@@ -14,7 +14,8 @@ class Figures:
 
     bundles: of the whole kernel, each counted once. turn_bundles, turn_bytes: what one turn of its main loop issues,
     and waits for from memory. dma_cycles: how long the memory takes for that. ratio: turn_bundles / dma_cycles.
-    unit_bytes: a page's (of quant_matmul: the weight's); unit_bundles: what the main loop issues for as many bytes.
+    unit_bytes: a page's (of quant_matmul the weight's, of kv_write a turn's); unit_bundles: what the main loop issues for
+    as many bytes. Of int8 pages kv_write has two calls: this is the one that writes the numbers, not the scales.
     """
 
     kernel: str
@@ -65,6 +66,7 @@ def figures(case: Case, program: Program, schedule: Schedule) -> Figures:
     loop = schedule.main
     bundles, read = loop.turn(copies_at_once(case, loop)) if loop else (None, None)
     cycles = program.chip.dma_cycles(read) if read else None
+    unit = case.unit_bytes or read or 0
     return Figures(
         kernel=case.operation,
         shape=case.shape,
@@ -75,8 +77,8 @@ def figures(case: Case, program: Program, schedule: Schedule) -> Figures:
         turn_bytes=read,
         dma_cycles=cycles,
         ratio=bundles / cycles if bundles and cycles else None,
-        unit_bytes=case.unit_bytes,
-        unit_bundles=bundles * case.unit_bytes / read if bundles and read else None,
+        unit_bytes=unit,
+        unit_bundles=bundles * unit / read if bundles and read else None,
         busiest=loop.busiest if loop else "",
         memory_bytes=program.bytes,
         seconds=program.seconds,

@@ -23,7 +23,10 @@ POOL_NUMBERS = 2**28
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one shape. args are shapes; unit is what its memory traffic is counted in (a page, a weight)."""
+    """One kernel at one shape. args are shapes.
+
+    unit_bytes: of what its memory traffic is counted in (a page, a weight); 0 for what a turn of its main loop fetches.
+    """
 
     operation: str
     shape: str
@@ -115,7 +118,7 @@ def _write(operation: str, name: str, shape: Any, form: Any, dtypes: tuple[str, 
         new = _array((s, t, shape.kv_heads, shape.head_dim), "bfloat16" if dtype == "int8" else dtype)
         values = new if shape.planes == 2 else None
         args = (pages, new, values, _int32(s, shape.table_width), _int32(s, t))
-        yield Case(operation, name, dtype, form, args, donated=(0,), unit_bytes=page_bytes(pages))
+        yield Case(operation, name, dtype, form, args, donated=(0,))
 
 
 def _matmul(operation: str, name: str, shape: Any, form: Any, dtypes: tuple[str, ...]) -> Iterator[Case]:

@@ -6,6 +6,7 @@ from aot.chips import GENERATIONS
 from aot.compiling import compile_all, mesh, on
 from aot.figures import measure
 from aot.kernels import DTYPES, OPERATIONS, cases
+from aot.table import run
 
 
 def lowering(case, devices):
@@ -33,6 +34,24 @@ def test_every_shape_compiles(chip, operation, dtype):
     assert compile_all(chip, {case.shape: lowering(case, devices) for case in here}) == {}
 
 
+MEASURED = {
+    "paged_decode_attention": "llama3-8b 16 x 1024, pages of 128",
+    "paged_prefill_attention": "llama3-8b last chunk of 1024, pages of 128",
+    "kv_write": "llama3-8b prefill 128, pages of 16",
+    "quant_matmul": "llama3-8b down, int8, 8 rows",
+}
+
+
+@pytest.mark.parametrize(("operation", "dtype"), PAIRS)
+def test_a_kernel_of_each_operation_and_dtype_is_measured(operation, dtype):
+    (case,) = cases(operation, (dtype,), MEASURED[operation])
+    outcome = run(case, "v6e")
+    assert outcome.fault is None
+    found = outcome.found
+    assert found.turn_bytes >= (found.unit_bytes if operation == "kv_write" else 1)
+    assert found.unit_bundles == pytest.approx(found.ratio * GENERATIONS["v6e"].dma_cycles(found.unit_bytes))
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_only_products_of_many_rows_are_left_to_xla(operation):
     refused = {case.shape: case.refusal() for case in cases(operation) if case.refusal()}
@@ -42,7 +61,7 @@ def test_only_products_of_many_rows_are_left_to_xla(operation):
 
 
 # The statement that decode attention is bound by memory: of Llama 3.1 8B, bfloat16, pages of 128 tokens.
-DECODE = "llama3-8b 16 x 1024, pages of 128"
+DECODE = MEASURED["paged_decode_attention"]
 
 
 @pytest.mark.parametrize("chip", GENERATIONS)
