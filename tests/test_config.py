@@ -82,3 +82,10 @@ def test_deterministic_pins_one_bucket_each():
     engine = EngineConfig(slots=8, deterministic=True)
     assert engine.decode_buckets == (8,)
     assert engine.prefill_buckets == (engine.chunk,)
+
+
+def test_int8_pages_have_tokens_for_whole_rows_of_lanes_unless_told_otherwise():
+    assert [CacheConfig().tokens, CacheConfig(dtype="int8").tokens] == [64, 128]
+    assert [CacheConfig(page_size=16, dtype=dtype).tokens for dtype in (None, "int8")] == [16, 16]
+    with pytest.raises(ConfigError, match="chunk is 64; expected a multiple of page_size 128"):
+        EngineConfig(chunk=64, cache=CacheConfig(dtype="int8"))

@@ -152,7 +152,9 @@ def engine_config(
         bool, typer.Option("--deterministic", help="Results bitwise equal whatever else runs; slower.")
     ] = False,
     prefix_cache: Annotated[bool, typer.Option(help="Share pages between prompts that begin alike.")] = True,
-    page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV cache.")] = _E.cache.page_size,
+    page_size: Annotated[
+        int | None, typer.Option(help="Tokens in a page of the KV cache; unset, 64, and 128 with --kv-dtype int8.")
+    ] = None,
     pages: Annotated[int | None, typer.Option(help="Pages in the pool; unset, by --memory-fraction.")] = None,
     kv_dtype: KVDTypeFlag = None,
     memory_fraction: Annotated[

@@ -102,7 +102,7 @@ def plan_chip(
         devices=devices,
         weight_bytes=weights,
         pages=_pages(config, engine, context, held, chip.memory - weights, chip.platform),
-        page_bytes=page_bytes(config, engine.cache.page_size, held, devices, chip.platform) / devices,
+        page_bytes=page_bytes(config, engine.cache.tokens, held, devices, chip.platform) / devices,
         decode_one_ms=1e3 * one.seconds,
         decode_full_ms=1e3 * full.seconds,
         decode_limit=full.limit,
@@ -146,7 +146,7 @@ def _pages(
     except ConfigError:
         return None
     devices = engine.mesh.tensor
-    needed = pages * page_bytes(config, engine.cache.page_size, dtype, devices, platform) / devices
+    needed = pages * page_bytes(config, engine.cache.tokens, dtype, devices, platform) / devices
     return pages if needed <= free else None
 
 
@@ -159,14 +159,14 @@ def _table(ref: str, config: ModelConfig, engine: EngineConfig, rows: list[Row],
         f"{_weights(config)}",
         f"{engine.dtype} on {engine.mesh.tensor} device(s); {rows[0].weight_bytes / GIB:.2f} GiB of weights"
         f"{f' ({kept})' if kept else ''} and "
-        f"{_sizes(rows)} MiB a page of {engine.cache.page_size} tokens{kind} on each",
+        f"{_sizes(rows)} MiB a page of {engine.cache.tokens} tokens{kind} on each",
         f"{executables} executables: prefill of {_listed(engine.prefill_buckets)} tokens, decode of "
         f"{_listed(engine.decode_buckets)} rows, seat",
         "",
     ]
     columns = ("chip", "pages", "tokens held", "decode, 1 row", f"decode, {engine.slots} rows", "bound by")
     columns = (*columns, f"prefill, {engine.chunk}", "bound by")
-    lines = [columns, ("---", *("--:",) * (len(columns) - 1)), *(_cells(row, engine.cache.page_size) for row in rows)]
+    lines = [columns, ("---", *("--:",) * (len(columns) - 1)), *(_cells(row, engine.cache.tokens) for row in rows)]
     return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)])
 
 

@@ -16,20 +16,29 @@ class CacheConfig:
     """The page pool: `pages` of them where given, else what `memory_fraction` of the memory holds: on CPU of
     the host's, elsewhere of what the weights leave on the device.
 
-    dtype: of keys and values: None as the model computes, or int8 with a float32 scale per head and token.
+    page_size: tokens of a page; None: 64, or 128 in int8, where a page's scales then fill a TPU's lanes and are not
+    copied around each kernel (docs/tpu.md). dtype: of keys and values: None as the model computes, or int8 with a
+    float32 scale per head and token.
     """
 
-    page_size: int = 64
+    page_size: int | None = None
     pages: int | None = None
     memory_fraction: float = 0.2
     dtype: KVDTypeName | None = None
 
     def __post_init__(self) -> None:
-        require(self.page_size in (8, 16, 32, 64, 128, 256), f"page_size is {self.page_size}; expected 8, 16 ... 256")
+        require(self.tokens in (8, 16, 32, 64, 128, 256), f"page_size is {self.page_size}; expected 8, 16 ... 256")
         require(self.pages is None or self.pages > 0, f"pages is {self.pages}; expected a positive number")
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction is {self.memory_fraction}; expected 0 to 0.95")
         names = get_args(KVDTypeName)
         require(self.dtype in (None, *names), f"the cache's dtype is {self.dtype!r}; expected one of {names}, or None")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a page."""
+        if self.page_size is None:
+            return 128 if self.dtype == "int8" else 64
+        return self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +87,8 @@ class EngineConfig:
         )
         require(self.queue >= 1, f"queue is {self.queue}; expected 1 or more")
         require(
-            self.chunk > 0 and self.chunk % self.cache.page_size == 0,
-            f"chunk is {self.chunk}; expected a multiple of page_size {self.cache.page_size}",
+            self.chunk > 0 and self.chunk % self.cache.tokens == 0,
+            f"chunk is {self.chunk}; expected a multiple of page_size {self.cache.tokens}",
         )
 
     @property

@@ -71,16 +71,16 @@ def pool_pages(
     context needs no more) fit.
     """
     cache = engine.cache
-    per_sequence = pages_per_sequence(cache.page_size, context)
+    per_sequence = pages_per_sequence(cache.tokens, context)
     if cache.pages is not None:
         return min(cache.pages, engine.slots * per_sequence)
-    size = page_bytes(config, cache.page_size, dtype, engine.mesh.tensor, platform)
+    size = page_bytes(config, cache.tokens, dtype, engine.mesh.tensor, platform)
     space = room()
     fit = space // size
     if fit < min(2, per_sequence):
         raise ConfigError(
             f"memory_fraction {cache.memory_fraction} is {space / 2**20:.1f} MiB and holds {fit} pages of "
-            f"{size / 2**20:.2f} MiB ({cache.page_size} tokens); expected {min(2, per_sequence)} or more: free memory, "
+            f"{size / 2**20:.2f} MiB ({cache.tokens} tokens); expected {min(2, per_sequence)} or more: free memory, "
             "raise cache.memory_fraction or lower cache.page_size"
         )
     return min(_steady(fit), engine.slots * per_sequence)

@@ -2,8 +2,8 @@
 
 XLA for TPU stores an array whose last axis is no multiple of 128 with another axis last, which wastes no memory. A
 kernel takes arrays in the order of their axes alone, so around every call of one the whole pool would be copied. Pages
-of whole lanes are stored in the order that they are declared in. (The scales of int8 pages of fewer than 128 tokens are
-still copied: 3 % of such a pool.)
+of whole lanes are stored in the order that they are declared in. The scales of int8 pages lie token by token, so these
+pages have 128 tokens unless told otherwise (`jaxinfer.config.CacheConfig`).
 
 Knows: what a page of a model looks like on each platform, and how keys, values and queries are fitted to it. Knows no
 kernel.

@@ -78,7 +78,7 @@ class EngineRunner:
         limits = Limits(
             slots=engine.slots,
             pages=pool_pages(config, engine, context, held, lambda: pool_bytes(mesh, engine.cache.memory_fraction)),
-            page_size=engine.cache.page_size,
+            page_size=engine.cache.tokens,
             context=context,
             chunk=engine.chunk,
             step_tokens=engine.chunk,
