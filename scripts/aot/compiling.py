@@ -114,7 +114,7 @@ def compile_lowered(chip: str, devices: Mesh, lower: Callable[[], jax.stages.Low
     folder = libtpu.start()
     _empty(folder)
     start = time.monotonic()
-    with _no_cache(), jax.set_mesh(devices):  # Pallas asks the mesh, or else this machine's CPU, which TPU it is
+    with uncached(), jax.set_mesh(devices):  # Pallas asks the mesh, or else this machine's CPU, which TPU it is
         compiled = lower().compile()
     seconds = time.monotonic() - start
     memory: Any = compiled.memory_analysis()
@@ -147,7 +147,7 @@ def compile_all(chip: str, jobs: Mapping[str, Callable[[], jax.stages.Lowered]])
             lower().compile()
 
     folder, devices = libtpu.start(), mesh(chip)
-    with _no_cache(), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with uncached(), ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {name: pool.submit(run, lower) for name, lower in jobs.items()}
         errors = {name: future.exception() for name, future in futures.items()}
     _empty(folder)
@@ -188,7 +188,7 @@ def _schedule(files: Mapping[str, Path], chip: Generation) -> Schedule:
 
 
 @contextmanager
-def _no_cache() -> Iterator[None]:
+def uncached() -> Iterator[None]:
     """A program that comes from JAX's persistent cache writes no dumps."""
     kept = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)

@@ -14,8 +14,8 @@ class Figures:
 
     bundles: of the whole kernel, each counted once. turn_bundles, turn_bytes: what one turn of its main loop issues,
     and waits for from memory. dma_cycles: how long the memory takes for that. ratio: turn_bundles / dma_cycles.
-    unit_bytes: a page's (of quant_matmul the weight's, of kv_write a turn's); unit_bundles: what the main loop issues for
-    as many bytes. Of int8 pages kv_write has two calls: this is the one that writes the numbers, not the scales.
+    unit_bytes: a page's (of quant_matmul the weight's, of kv_write a turn's); unit_bundles: what the main loop issues
+    for as many bytes. Of int8 pages kv_write has two calls: this is the one that writes the numbers, not the scales.
     """
 
     kernel: str

@@ -1,4 +1,4 @@
-"""Every TPU kernel with the real shapes it shares with tests and benchmarks, as arguments without values."""
+"""Every kernel with the real shapes it shares with tests and benchmarks, as arguments without values."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -81,18 +81,18 @@ def _pallas_calls(jaxpr: Any) -> Iterator[Any]:
                     yield from _pallas_calls(value.jaxpr)
 
 
-def cases(operation: str, dtypes: tuple[str, ...] = DTYPES, shapes: str = "") -> Iterator[Case]:
-    """Cases of an operation whose shape has `shapes` in its name (of quant_matmul with the number of rows).
+def cases(operation: str, dtypes: tuple[str, ...] = DTYPES, shapes: str = "", form: str = "tpu") -> Iterator[Case]:
+    """Cases of a form of an operation whose shape has `shapes` in its name (of quant_matmul with the number of rows).
 
     Raises ValueError for an operation that does not exist.
     """
     if operation not in OPERATIONS:
         raise ValueError(f"no operation {operation!r}; expected one of {', '.join(OPERATIONS)}")
-    form = getattr(importlib.import_module(f"pallas_kernels.{operation}.tpu"), operation)
+    kernel = getattr(importlib.import_module(f"pallas_kernels.{operation}.{form}"), operation)
     named = importlib.import_module(f"pallas_kernels.{operation}.shapes").SHAPES
     make = {"kv_write": _write, "quant_matmul": _matmul}.get(operation, _attention)
     for name, shape in named.items():
-        yield from (case for case in make(operation, name, shape, form, dtypes) if shapes in case.shape)
+        yield from (case for case in make(operation, name, shape, kernel, dtypes) if shapes in case.shape)
 
 
 def _attention(operation: str, name: str, shape: Any, form: Any, dtypes: tuple[str, ...]) -> Iterator[Case]:

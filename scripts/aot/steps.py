@@ -4,7 +4,9 @@
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -26,6 +28,7 @@ from jaxinfer.model.transformer import abstract_params
 
 Kind = Literal["decode", "prefill"]
 KINDS: tuple[Kind, ...] = ("decode", "prefill")
+DEFAULTS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -105,16 +108,19 @@ def compile_step(config: ModelConfig, kind: Kind, chip: str, serving: Serving, t
 
 
 def build(
-    config: ModelConfig, kind: Kind, serving: Serving, devices: Mesh
+    config: ModelConfig, kind: Kind, serving: Serving, devices: Mesh, forms: Mapping[str, str] = DEFAULTS
 ) -> tuple[Any, tuple[Any, ...], steps.Program]:
-    """A step of the engine, the shapes of its arguments on that mesh, and what is static in it."""
+    """A step of the engine, the shapes of its arguments on that mesh, and what is static in it.
+
+    forms: of operations, where it is not to be the platform's default.
+    """
     layout = Layout(
         tokens=0 if kind == "decode" else serving.chunk,
         pages=pages_per_sequence(serving.page_size, serving.context),
         slots=serving.rows,
         vocab=config.vocab_size,
     )
-    program = steps.Program.build(config, serving.dtype, serving.held, layout, devices, {})
+    program = steps.Program.build(config, serving.dtype, serving.held, layout, devices, forms)
     params = abstract_params(config, serving.dtype, serving.quantize)
     params = _placed(params, spread_all(params, param_shardings(config, devices)))
     state = _placed(_state(config, serving, devices), program.shardings)

@@ -1,6 +1,6 @@
 """Everything that scripts/tpu_aot.py compiles, and what it prints of it: lines, JSON, or the tables of docs/tpu.md."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +96,7 @@ def text(outcomes: Iterable[Outcome]) -> str:
     steps = [_step_cells(str(one.job), one.found) for one in outcomes if isinstance(one.found, Step)]
     notes = [f"{one.job} on {one.chip} is left to XLA: {one.refusal}" for one in outcomes if one.refusal]
     notes += fault_lines(outcomes)
-    tables = [
-        "\n".join(_aligned([columns, *rows]))
-        for columns, rows in ((KERNEL_COLUMNS, kernels), (STEP_COLUMNS, steps))
-        if rows
-    ]
+    tables = [aligned([columns, *rows]) for columns, rows in ((KERNEL_COLUMNS, kernels), (STEP_COLUMNS, steps)) if rows]
     return "\n\n".join([*tables, *(["\n".join(notes)] if notes else [])])
 
 
@@ -124,10 +120,11 @@ def _step_cells(job: str, found: Step) -> tuple[str, ...]:
     return (job, chip.name, str(found.tensor), *sizes, kernels, f"{program.seconds:.0f} s")
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Rows of a table, titles first, in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    padded = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 def markdown(outcomes: Iterable[Outcome]) -> str:
@@ -141,8 +138,8 @@ def markdown(outcomes: Iterable[Outcome]) -> str:
         for kernel, shape, dtype in dict.fromkeys((found.kernel, found.shape, found.dtype) for found in kernels)
     ]
     steps = [_step_cells(str(one.job), one.found) for one in outcomes if isinstance(one.found, Step)]
-    tables = [_piped([("kernel", "shape", "dtype", *chips), *rows])] if rows else []
-    return "\n\n".join([*tables, *([_piped([STEP_COLUMNS, *steps])] if steps else [])])
+    tables = [piped([("kernel", "shape", "dtype", *chips), *rows])] if rows else []
+    return "\n\n".join([*tables, *([piped([STEP_COLUMNS, *steps])] if steps else [])])
 
 
 def _ratio(found: Figures) -> str:
@@ -154,6 +151,7 @@ def _ratio(found: Figures) -> str:
     return f"{found.unit_bundles:,.0f} / {cycles:,.0f} = {ratio}"
 
 
-def _piped(rows: list[tuple[str, ...]]) -> str:
+def piped(rows: list[tuple[str, ...]]) -> str:
+    """The same in Markdown."""
     ruled = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
