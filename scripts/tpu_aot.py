@@ -2,7 +2,7 @@
 
 python scripts/tpu_aot.py --libtpu .venv/libtpu
 python scripts/tpu_aot.py --chip v6e --kernel paged_decode_attention --model llama3.1-8b --json
-python scripts/tpu_aot.py kernel paged_decode_attention --shape "llama3-8b 16" --chip v6e --loops
+python scripts/tpu_aot.py kernel paged_decode_attention --shape "llama3-8b 16" --chip v6e --loops --libtpu .venv/libtpu
 """
 
 import json
@@ -24,8 +24,14 @@ from tqdm import tqdm
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-Chips = Annotated[list[str] | None, typer.Option("--chip", metavar="NAME", help="Only this chip; may be repeated.")]
-DTypes = Annotated[list[str] | None, typer.Option("--dtype", metavar="NAME", help="Only this; may be repeated.")]
+Chips = Annotated[
+    list[str] | None,
+    typer.Option("--chip", metavar="NAME", help=f"Only this of {', '.join(GENERATIONS)}; may be repeated."),
+]
+DTypes = Annotated[
+    list[str] | None,
+    typer.Option("--dtype", metavar="NAME", help=f"Only this of {', '.join(DTYPES)}; may be repeated."),
+]
 Shape = Annotated[str, typer.Option(help="Only shapes whose name has this in it.")]
 Library = Annotated[
     str | None, typer.Option("--libtpu", help="Folder of libtpu.so; else TPU_LIBRARY_PATH is the file.")
@@ -37,8 +43,14 @@ def everything(
     context: typer.Context,
     *,
     chip: Chips = None,
-    kernel: Annotated[list[str] | None, typer.Option("--kernel", help="Only this operation; 'none' for none.")] = None,
-    model: Annotated[list[str] | None, typer.Option("--model", help="Only steps of this; 'none' for none.")] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", metavar="NAME", help=f"Only this of {', '.join(OPERATIONS)}; 'none' for none."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="NAME", help=f"Only steps of this of {', '.join(PUBLISHED)}; 'none' for none."),
+    ] = None,
     dtype: DTypes = None,
     shape: Shape = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -51,6 +63,8 @@ def everything(
     program fits its chip. Exit code 1 where one does not compile or does not fit. About 20 minutes for everything.
     """
     if context.invoked_subcommand:
+        if any((chip, kernel, model, dtype, shape, as_json, as_markdown, library)):
+            raise ValueError(f"options of {context.invoked_subcommand} come behind it; got some before it")
         return
     libtpu.start(library)
     jobs = _jobs(_named(kernel, OPERATIONS), _named(model, tuple(PUBLISHED)), tuple(dtype or DTYPES), shape)
@@ -72,7 +86,7 @@ def everything(
 
 @app.command()
 def kernel(
-    operation: str,
+    operation: Annotated[str, typer.Argument(help=f"One of {', '.join(OPERATIONS)}.")],
     *,
     shape: Shape = "",
     dtype: DTypes = None,

@@ -113,10 +113,10 @@ class Schedule:
     def main(self) -> Loop | None:
         """The innermost loop that waits for memory and touches vectors: what a page or a block goes through.
 
-        Where a loop only waits, the one around it is meant; where none waits, the innermost of all.
+        Where a loop only waits, or runs once, the one around it is meant; where none waits, the innermost of all.
         """
         found = max(self.loops, key=lambda loop: (loop.waits, loop.depth, loop.bundles), default=None)
-        while found and not found.vector and (around := self._around(found)):
+        while found and (not found.vector or found.trips == 1) and (around := self._around(found)):
             found = around
         return found
 

@@ -56,6 +56,10 @@ class Program:
         """What the device must hold while the program runs."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes + self.code_bytes
 
+    def in_vmem(self, shape: tuple[int, ...]) -> bool:
+        """Whether XLA lays an array of that shape into vector memory, before a kernel is called with it."""
+        return bool(re.search(rf"\[{','.join(map(str, shape))}\]{{[^}}]*S\(1\)", self.text))
+
     def kernel(self, name: str) -> Schedule:
         """The kernel that was given that name; of several the one whose main loop waits for most.
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import jax
+
 from aot.bundles import Loop, Schedule
 from aot.chips import Generation
 from aot.compiling import Program, compile_for, mesh
@@ -10,7 +12,8 @@ from aot.kernels import Case
 
 @dataclass(frozen=True)
 class Figures:
-    """One kernel at one shape on one chip. What is None is None for a kernel without a loop that waits for memory.
+    """One kernel at one shape on one chip. What is None is None for a kernel without a loop that waits for memory, as
+    where XLA has laid what it reads into vector memory beforehand.
 
     bundles: of the whole kernel, each counted once. turn_bundles, turn_bytes: what one turn of its main loop issues,
     and waits for from memory. dma_cycles: how long the memory takes for that. ratio: turn_bundles / dma_cycles.
@@ -65,6 +68,7 @@ def figures(case: Case, program: Program, schedule: Schedule) -> Figures:
     """The numbers of a compiled case."""
     loop = schedule.main
     bundles, read = loop.turn(copies_at_once(case, loop)) if loop else (None, None)
+    read = None if program.in_vmem(largest(case)) else read
     cycles = program.chip.dma_cycles(read) if read else None
     unit = case.unit_bytes or read or 0
     return Figures(
@@ -83,6 +87,11 @@ def figures(case: Case, program: Program, schedule: Schedule) -> Figures:
         memory_bytes=program.bytes,
         seconds=program.seconds,
     )
+
+
+def largest(case: Case) -> tuple[int, ...]:
+    """The shape of the largest array that the kernel is given: the pool or the weight."""
+    return max((leaf for leaf in jax.tree.leaves(case.args)), key=lambda leaf: leaf.size * leaf.dtype.itemsize).shape
 
 
 def copies_at_once(case: Case, loop: Loop) -> int:

@@ -70,6 +70,25 @@ def test_trips_are_known_only_of_a_loop_that_counts_from_0_to_a_constant(aot, ol
     assert loop.trips == trips
 
 
+def test_a_loop_that_runs_once_is_part_of_the_loop_around_it(aot):
+    once = [
+        ("  : >", ["%s3_s1 = smov.u32 0 /* copy */"], "Start region 5"),
+        ("LB: >>", ["%s4_s2 = sphi %s3_s1, %s2_s2 /* phi */", "%s2_s2 = sadd.s32 1, %s4_s2 /* x */"], "Start region 6"),
+        ("  : >>", ["%p2_p0 = scmp.ge.s32.totalorder %s2_s2, 1 /* loop exit test */"], ""),
+        ("  : >>", ["%3 = dma.done.wait (%p2), %s4, 64 /* x */", "%v9 = vadd.f32 %v1, %v1"], ""),
+        ("  : >>", ["%8 = sbr.rel (!%p2_p0) target = $region6"], ""),
+        ("  : >>", ["%v2 = vadd.f32 %v1, %v1"], "End region 6"),
+        ("  : >", ["%v2 = vadd.f32 %v1, %v1"], ""),
+        ("  : >", ["%9 = sbr.rel (!%p1_p0) target = $region5"], ""),
+        ("  : >", ["%v2 = vadd.f32 %v1, %v1"], "End region 5"),
+    ]
+    schedule = aot["bundles"].parse(*code(*once), delay=1, granule=32)
+    around, inner = schedule.loops
+    assert (inner.trips, inner.vector, inner.waits) == (1, True, True)
+    assert schedule.main is around
+    assert around.turn(copies=9) == (9, 64 * 32)
+
+
 def test_a_text_that_is_not_understood_is_an_error(aot):
     parse, (text, slots) = aot["bundles"].parse, code(*LOOP)
     with pytest.raises(ValueError, match="expected bundles 0, 1, 2"):
@@ -173,6 +192,7 @@ def test_the_tables_say_what_was_found(aot, outcomes):
         (["--kernel", "softmax"], "no operation 'softmax'"),
         (["--kernel", "none", "--model", "gpt"], "no model 'gpt'"),
         (["--libtpu", "no/such/folder"], "no libtpu.so in no/such/folder"),
+        (["--chip", "v6e", "kernel", "kv_write"], "options of kernel come behind it; got some before it"),
     ],
 )
 def test_a_wrong_word_on_the_command_line_ends_it_with_one_line(arguments, complaint, tmp_path):
