@@ -15,11 +15,13 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: it shall not look
 
 import typer
 from aot import cuda, cuda_table
-from aot.kernels import OPERATIONS, cases
+from aot.kernels import cases
 from aot.steps import KINDS, Serving, config_of
 from aot.table import aligned, piped
 from published import PUBLISHED
 from tqdm import tqdm
+
+from pallas_kernels.dispatch import OPERATIONS
 
 DTYPES = ("bfloat16", "int8")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -17,10 +17,12 @@ import typer
 from aot import libtpu, table
 from aot.chips import GENERATIONS, generation
 from aot.figures import loop_lines, measure
-from aot.kernels import DTYPES, OPERATIONS, cases
+from aot.kernels import DTYPES, cases
 from aot.steps import KINDS, Serving, config_of
 from published import PUBLISHED
 from tqdm import tqdm
+
+from pallas_kernels.dispatch import OPERATIONS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from aot.compiling import formats
 from pallas_kernels.arrays import Int8Pages
+from pallas_kernels.dispatch import OPERATIONS
 from pallas_kernels.pages import empty_pages
 
-OPERATIONS = ("paged_decode_attention", "paged_prefill_attention", "kv_write", "quant_matmul")
 DTYPES = ("bfloat16", "float32", "int8")
 """Of pages. Queries of int8 pages are bfloat16."""
 POOL_NUMBERS = 2**28

@@ -5,8 +5,9 @@ from functools import cache
 import pytest
 from aot import cuda
 from aot.cuda_table import block_bytes, measure
-from aot.kernels import OPERATIONS, cases
+from aot.kernels import cases
 
+from pallas_kernels.dispatch import OPERATIONS
 from pallas_kernels.gpu_attention import KEYS, ROWS
 from pallas_kernels.pages import page_shape
 
