@@ -8,7 +8,7 @@ Knows nothing of grids: which rows fill a tile and what each of them sees is the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels import gpu_chip
 from pallas_kernels.arrays import Int8Pages, Pages
-from pallas_kernels.gpu_chip import require_hopper
 from pallas_kernels.pages import page_shape
 
 ROWS = 64
@@ -30,8 +30,8 @@ PART = 128
 """Features of a head whose sums are updated at once."""
 ROOM = 110 * 1024
 """Bytes of shared memory that a tile takes if it can: with two on an SM, one computes while the other waits."""
-COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-"""exp by the hardware's exp2 (off by 2^-22). The semantics that infer layouts; the default of JAX 0.10 is another."""
+COMPILER = replace(gpu_chip.COMPILER, approx_math=True)
+"""As all kernels', and exp by the hardware's exp2 (off by 2^-22)."""
 LOWEST = -1e30
 """No peak is lower. A score that a row may not see is twice as low, so that its weight is 0 whatever the peak."""
 
@@ -177,7 +177,7 @@ def open_pool(queries: Float[Array, "*any k g c"], pages: Pages) -> tuple[int, i
         raise NotImplementedError(f"pages of {b} tokens; expected 8, 16, 32 or a multiple of {KEYS}")
     if n * planes * k * b >= 2**31:
         raise NotImplementedError(f"a pool of {n * planes * k * b} lines; they are counted in int32")
-    require_hopper()
+    gpu_chip.require_hopper()
     if isinstance(pages, Int8Pages):
         return k, b, c, (pages.numbers.reshape(-1, c), pages.scales.reshape(-1))
     return k, b, c, (pages.reshape(-1, c),)
@@ -315,7 +315,7 @@ def _across(column: Float32[Array, " rows"], shape: tuple[int, ...]) -> Float32[
 
 def _dot_keys(call: Call, queries: Any, keys: Any) -> Float32[Array, "rows keys"]:
     """queries @ keys.T"""
-    if call.interpret and not hasattr(plgpu, "InterpretGPUParams"):  # JAX 0.10 cannot interpret a transposed operand
+    if call.interpret and gpu_chip.JAX_0_10:
         return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
     return _dot(queries, keys.transpose((1, 0)), (ROWS, KEYS))
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int8
 
 from pallas_kernels.arrays import Int8Pages, NewKeys, Pages, PageTable, Positions
-from pallas_kernels.gpu_chip import require_hopper
+from pallas_kernels.gpu_chip import COMPILER, require_hopper
 from pallas_kernels.pages import page_shape, quantise
 
 TOKENS = 16
@@ -28,8 +28,6 @@ COPY_BYTES = 16
 """An asynchronous copy moves whole multiples of this, from and to addresses that are multiples of it."""
 COPY_WIDTH = 256
 """Most numbers of a copy along one axis."""
-COMPILER = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-"""The same semantics in all versions of JAX, whose defaults differ."""
 
 
 @partial(jax.jit, static_argnames=("interpret",))

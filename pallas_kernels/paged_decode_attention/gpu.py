@@ -30,9 +30,8 @@ from pallas_kernels.gpu_attention import (
     open_pool,
     store,
 )
+from pallas_kernels.gpu_chip import PROGRAMS
 
-PROGRAMS = 264
-"""Programs that fill a GPU: two for each of the 132 SMs of an H100 or H200."""
 SHARE = 4
 """Blocks that are the least worth a split of their own: its ring starts empty."""
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32
 
-from pallas_kernels.gpu_chip import require_hopper
+from pallas_kernels.gpu_chip import COMPILER, JAX_0_10, PROGRAMS, require_hopper
 from pallas_kernels.quant_matmul.arrays import Numbers, Offset, Product, Rows, Scale, group_of
 
 OUTPUTS = 64
@@ -33,13 +33,6 @@ ROOM = 160 * 1024
 """Bytes of shared memory for the ring, out of 227 KiB."""
 STAGES = 4
 """Most stages of the ring."""
-PROGRAMS = 264
-"""Programs to cut the work into at least, if need be by the inputs: two for each processor of an H200."""
-COMPILER = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-"""The same semantics in all versions of JAX, whose defaults differ."""
-
-JAX_0_10 = not hasattr(plgpu, "InterpretGPUParams")
-"""JAX 0.10 interprets neither a transposed operand of wgmma nor a load with options, and calls the latter otherwise."""
 
 
 @dataclass(frozen=True)
