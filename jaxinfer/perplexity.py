@@ -33,7 +33,6 @@ from jaxinfer.arrays import Pages
 from jaxinfer.checkpoint.load import Checkpoint
 from jaxinfer.config import KVDTypeName, MeshConfig, ModelConfig
 from jaxinfer.engine.cache import make_pages, pages_per_sequence
-from jaxinfer.engine.lanes import page_lanes
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.runner import in_bytes
 from jaxinfer.engine.sharding import make_mesh
@@ -133,8 +132,10 @@ def perplexity(
     _check(config, len(ids), context, stride, len(opening))
     windows = list(slide(len(ids), context - len(opening), stride, unscored=1 - len(opening)))
     size = min(context, max(window.end - window.begin for window in windows) + len(opening))
-    pages = make_pages(config, pages_per_sequence(PAGE, size), PAGE, kv_dtype or dtype, mesh or make_mesh(MeshConfig()))
-    scorer = _Scorer(replace(config, context=context), checkpoint.params, dtype, pages, report)
+    mesh, held = mesh or make_mesh(MeshConfig()), kv_dtype or dtype
+    pages = make_pages(config, pages_per_sequence(PAGE, size), PAGE, held, mesh)
+    step = scoring_step(replace(config, context=context), dtype, held, mesh)
+    scorer = _Scorer(step, checkpoint.params, pages, report)
     began, scored, done = time.perf_counter(), [], 0
     for window in windows:
         losses = scorer.losses([*opening, *ids[window.begin : window.end]], window.first - window.begin + len(opening))
@@ -153,7 +154,7 @@ def perplexity(
             windows,
             len(opening),
             dtype_bytes=jnp.dtype(dtype).itemsize,
-            kv_dtype_bytes=jnp.dtype(kv_dtype or dtype).itemsize,
+            kv_dtype_bytes=jnp.dtype(held).itemsize,
             weight_bytes=bytes_per_weight(checkpoint.params),
         ),
     )
@@ -210,20 +211,15 @@ def _cost(config: ModelConfig, windows: Sequence[Window], opening: int, **sizes:
 class _Scorer:
     """One compiled step and the pool that it runs over, which holds the longest window, its BOS included."""
 
-    def __init__(
-        self, config: ModelConfig, params: Any, dtype: str, pages: tuple[Pages, ...], report: Report | None
-    ) -> None:
+    def __init__(self, step: Any, params: Any, pages: tuple[Pages, ...], report: Report | None) -> None:
         count = jax.tree.leaves(pages)[0].shape[0]
         self._params = in_bytes(params)
         self._chunk = min(CHUNK, count * PAGE)
         self._table = np.arange(count, dtype=np.int32)[None]
         self._pages = pages
-        lanes = page_lanes(config, jax.tree.leaves(pages)[0].dtype)
-        step = partial(_chunk_losses, model=Transformer(config, jnp.dtype(dtype)), ops=PagedOps(lanes=lanes))
         if report:
             report("compile", 0, 1)
-        lowered = jax.jit(step, donate_argnames="pages").lower(self._params, self._pages, *self._rows([0], 0, 1))
-        self._step = lowered.compile()
+        self._step = step.lower(self._params, self._pages, *self._rows([0], 0, 1)).compile()
         if report:
             report("compile", 1, 1)
 
@@ -247,6 +243,13 @@ class _Scorer:
         targets[low : low + len(wanted)] = wanted
         row: Any = tokens, positions, self._table, np.array([start + count], np.int32)
         return TokenBatch(*row), targets
+
+
+def scoring_step(config: ModelConfig, dtype: str, held: str, mesh: Mesh) -> Any:
+    """`_chunk_losses` of a model whose parameters and pages, of dtype `held`, lie on `mesh`; jitted."""
+    ops = PagedOps.of_model(config, held, mesh)
+    step = partial(_chunk_losses, model=Transformer(config, jnp.dtype(dtype)), ops=ops)
+    return jax.jit(step, donate_argnames="pages")
 
 
 def _chunk_losses(

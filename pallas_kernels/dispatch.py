@@ -1,22 +1,19 @@
 """Which form of an operation runs: the best that can, or the one asked for by name.
 
-Knows: the forms of each operation, best first for each platform. Knows nothing of the model.
+Knows: the forms of each operation, best first for each platform. Knows nothing of the model, and keeps no record of
+what ran: whoever calls is told.
 """
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
 Operation = Literal["paged_decode_attention", "paged_prefill_attention", "kv_write", "quant_matmul"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 Form = Callable[..., Any]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,29 +56,32 @@ FORMS: dict[Operation, tuple[Entry, ...]] = {
 """Best first. The reference comes last in every list: it runs everywhere, so the default always works."""
 
 
+class Attempt(NamedTuple):
+    """What came of a call: the form that ran, why it and no better one did, and what it returned."""
+
+    form: str
+    why: str
+    result: Any
+
+
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` settled on; call it like the operation's reference. Hashable, so jit may take it as static.
-
-    ran: what came of the calls so far: each form that ran, with the reasons for which better ones refused.
-    """
+    """What `choose` settled on; call it like the operation's reference. Hashable, so jit may take it as static."""
 
     operation: Operation
     entries: tuple[Entry, ...]
     why: str
-    ran: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
         """The form that is tried first."""
         return self.entries[0].name
 
-    @property
-    def report(self) -> tuple[tuple[str, str], ...]:
-        """Form and reason of all that ran; before anything ran, of what is tried first."""
-        return tuple(self.ran.items()) or ((self.name, self.why),)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of `attempt`."""
+        return self.attempt(*args, **kwargs).result
+
+    def attempt(self, *args: Any, **kwargs: Any) -> Attempt:
         """Run the first form that can do this call.
 
         Raises NotImplementedError only where no form is left, which is where one was asked for by name.
@@ -89,18 +89,14 @@ class Choice:
         refusals: list[str] = []
         for entry in self.entries[:-1]:
             try:
-                return self._note(entry, refusals, entry.load(self.operation)(*args, **kwargs))
+                return self._run(entry, refusals, *args, **kwargs)
             except NotImplementedError as refusal:
                 refusals.append(f"{entry.name} cannot: {refusal}")
-        last = self.entries[-1]
-        return self._note(last, refusals, last.load(self.operation)(*args, **kwargs))
+        return self._run(self.entries[-1], refusals, *args, **kwargs)
 
-    def _note(self, entry: Entry, refusals: list[str], result: Any) -> Any:
-        why = "; ".join(refusals) or self.why
-        if self.ran.get(entry.name) != why:
-            self.ran[entry.name] = why
-            _log.info("%s: %s, %s", self.operation, entry.name, why)
-        return result
+    def _run(self, entry: Entry, refusals: list[str], *args: Any, **kwargs: Any) -> Attempt:
+        result = entry.load(self.operation)(*args, **kwargs)
+        return Attempt(entry.name, "; ".join(refusals) or self.why, result)
 
 
 def choose(operation: Operation, name: str | None = None, platform: str | None = None) -> Choice:
@@ -120,10 +116,4 @@ def choose(operation: Operation, name: str | None = None, platform: str | None =
     if not entries:
         names = [entry.name for entry in FORMS[operation]]
         raise ValueError(f"{operation} has no form {name!r}; expected one of {names}, or None for the default")
-    return _choice(operation, entries, why)
-
-
-@cache
-def _choice(operation: Operation, entries: tuple[Entry, ...], why: str) -> Choice:
-    """Equal choices are one: jit traces a step once for all of them, and what was seen then is known to each."""
     return Choice(operation, entries, why)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,12 @@ from jaxinfer import perplexity as module
 from jaxinfer.checkpoint.load import Checkpoint, load
 from jaxinfer.config import MeshConfig, ModelConfig
 from jaxinfer.engine.ops import PagedOps
-from jaxinfer.engine.sharding import make_mesh, param_shardings
+from jaxinfer.engine.sharding import make_mesh, pages_sharding, param_shardings
 from jaxinfer.errors import CheckpointError, ConfigError, RequestError
 from jaxinfer.model.ops import TokenBatch
-from jaxinfer.model.transformer import Transformer
-from jaxinfer.perplexity import PAGE, Window, perplexity, slice_rows, slide
+from jaxinfer.model.quantised import spread_all
+from jaxinfer.model.transformer import Transformer, abstract_params
+from jaxinfer.perplexity import PAGE, Window, perplexity, scoring_step, slice_rows, slide
 
 TESTS = Path(__file__).parent
 TEXT = (TESTS / "data" / "eval" / "alice.txt").read_text(encoding="utf-8")
@@ -102,6 +104,25 @@ def test_a_model_over_two_devices_scores_the_same(tiny: Checkpoint, tiny_path: P
     split = load(str(tiny_path), dtype="float32", shardings=lambda config: param_shardings(config, mesh))
     found = perplexity(split, TINY_TEXT, context=64, tokens=60, mesh=mesh)
     assert found.nll == pytest.approx(perplexity(tiny, TINY_TEXT, context=64, tokens=60).nll, **SAME)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_the_step_lowers_for_four_tpus(quantize: Any, monkeypatch: pytest.MonkeyPatch):
+    """A kernel's call that each device does not make on its own heads is refused, as no compiler can split it."""
+    monkeypatch.setattr("jaxinfer.engine.ops.platform_of", lambda mesh: "tpu")
+    config = ModelConfig("llama", 512, 512, 1, 8, 4, 128, 512, 256, query_scale=128**-0.5)
+    mesh, dtype = make_mesh(MeshConfig(tensor=4)), "bfloat16"
+
+    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    params = abstract_params(config, dtype, quantize)
+    params = jax.tree.map(placed, params, spread_all(params, param_shardings(config, mesh)))
+    page = jax.ShapeDtypeStruct((2, 2, 4, PAGE, 128), dtype, sharding=pages_sharding(config, mesh))
+    numbers: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 64), (1, 64), (1, 2), (1,), (64,))]
+    traced = scoring_step(config, dtype, dtype, mesh).trace(params, (page,), TokenBatch(*numbers[:4]), numbers[4])
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert re.findall(r'kernel_name = "(\w+)"', text) == ["kv_write", "paged_prefill_attention"]
 
 
 def test_an_int8_cache_costs_a_little(tiny: Checkpoint):

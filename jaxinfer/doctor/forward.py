@@ -17,8 +17,7 @@ from jaxtyping import Array, Float32
 from jaxinfer.arrays import Pages
 from jaxinfer.config import MeshConfig, ModelConfig
 from jaxinfer.engine.cache import make_pages, pages_per_sequence
-from jaxinfer.engine.lanes import page_lanes
-from jaxinfer.engine.ops import PagedOps
+from jaxinfer.engine.ops import PagedOps, shapes_of
 from jaxinfer.engine.sharding import make_mesh
 from jaxinfer.model.ops import Ops, TokenBatch
 from jaxinfer.model.transformer import Transformer
@@ -40,12 +39,12 @@ class Probe:
     """A model over pages of its own, for one sequence of up to `size` tokens; makes ids below `vocabulary` alone."""
 
     def __init__(self, config: ModelConfig, params: Any, dtype: str, size: int, vocabulary: int) -> None:
-        count = pages_per_sequence(PAGE, size)
+        count, mesh = pages_per_sequence(PAGE, size), make_mesh(MeshConfig())
         self._model, self._params = Transformer(config, jnp.dtype(dtype)), params
-        self._ops = PagedOps(lanes=page_lanes(config, dtype))
+        self._ops = PagedOps.of_model(config, dtype, mesh, traced_with=(dtype, size, shapes_of(params)))
         self._vocabulary = vocabulary
         self._table = np.arange(count, dtype=np.int32)[None]
-        self._pages = make_pages(config, count, PAGE, jnp.dtype(dtype), make_mesh(MeshConfig()))
+        self._pages = make_pages(config, count, PAGE, jnp.dtype(dtype), mesh)
 
     @property
     def why(self) -> str:

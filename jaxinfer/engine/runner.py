@@ -18,7 +18,7 @@ from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
 from jaxinfer.engine.cache import cache_dtype, pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
-from jaxinfer.engine.ops import Kernel
+from jaxinfer.engine.ops import Kernel, shapes_of
 from jaxinfer.engine.sharding import make_mesh, param_shardings
 from jaxinfer.engine.state import EngineState, make_state
 from jaxinfer.engine.steps import Program, decode_step, prefill_step, seat_step
@@ -85,7 +85,7 @@ class EngineRunner:
             vocab_size=min(vocab_size or config.vocab_size, config.vocab_size),
         )
         layout = Layout(0, pages_per_sequence(limits.page_size, context), limits.slots, limits.vocab_size)
-        program = _program(config, engine, dtype, held, layout, mesh)
+        program = _program(config, engine, params, held, layout, mesh)
         state = make_state(
             config,
             pages=limits.pages,
@@ -136,11 +136,13 @@ class EngineRunner:
         jobs |= {("decode", s): lambda s=s: self._lower_decode(s) for s in self._engine.decode_buckets}
         try:
             self._steps = compile_all(jobs, progress)
-        except NotImplementedError as refusal:  # the default has a form that can do anything
+        except NotImplementedError as refusal:
+            if not self._engine.kernels:  # then a form has let down the default, and that is our fault
+                raise
             named = ", ".join("=".join(pair) for pair in self._engine.kernels)
             raise ConfigError(
                 f"a kernel asked for ({named}) cannot do this: {refusal}; leave it to the default"
-            ) from None
+            ) from refusal
         for done, (kind, bucket) in enumerate(self._steps, 1):
             self._run_on_nothing(kind, bucket)
             if progress:
@@ -150,8 +152,9 @@ class EngineRunner:
     def _run_on_nothing(self, kind: str, bucket: int) -> None:
         """Run an executable for nobody: the first run of each part of it is slow, and no request shall wait for that.
 
-        One token a row, behind a page of others, in a slot that is not there, over and over in page 0, which nobody
-        owns yet. What an owner of the page has not written itself is never read.
+        One row of one token, behind a page of others, in a slot that is not there and in page 0, which nobody owns yet;
+        what an owner of the page has not written itself is never read. All other rows are padding, as no two may share
+        a page that they write.
         """
         slot, start = self._limits.slots, min(self._limits.page_size, self._limits.context - 1)
         pages = (0,) * (start // self._limits.page_size + 1)
@@ -159,7 +162,7 @@ class EngineRunner:
         if kind == "seat":
             self._seat(Seat(slot, (), (), {}))
         elif kind == "decode":
-            self._decode([DecodeRow(slot, start, pages, how)] * bucket)
+            self._decode([DecodeRow(slot, start, pages, how)], bucket)
         else:
             self._prefill(PrefillChunk(slot, (0,), start, pages, True, how), bucket)
         jax.block_until_ready(self._state)
@@ -219,16 +222,17 @@ class EngineRunner:
         self._state, output = self._step("prefill", bucket)(self._params, self._state, packed)
         return output
 
-    def _decode(self, rows: Sequence[DecodeRow]) -> jax.Array:
-        bucket = _bucket(self._engine.decode_buckets, len(rows), "rows in a decode call")
+    def _decode(self, rows: Sequence[DecodeRow], bucket: int | None = None) -> jax.Array:
+        bucket = bucket or _bucket(self._engine.decode_buckets, len(rows), "rows in a decode call")
         packed = pack_decodes(rows, self._program.layout, bucket)
         self._state, output = self._step("decode", bucket)(self._params, self._state, packed)
         return output
 
 
-def _program(config: ModelConfig, engine: EngineConfig, dtype: Any, held: Any, layout: Layout, mesh: Mesh) -> Program:
+def _program(config: ModelConfig, engine: EngineConfig, params: Any, held: Any, layout: Layout, mesh: Mesh) -> Program:
+    dtype, traced_with = jnp.dtype(engine_dtype(engine)), (engine, shapes_of(params))
     try:
-        return Program.build(config, dtype, held, layout, mesh, dict(engine.kernels))
+        return Program.build(config, dtype, held, layout, mesh, dict(engine.kernels), traced_with=traced_with)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from None
 

@@ -32,6 +32,11 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return jax.make_mesh((config.tensor,), (TENSOR,), axis_types=(AxisType.Auto,), devices=devices[: config.tensor])
 
 
+def platform_of(mesh: Mesh) -> str:
+    """What the mesh's devices are: cpu, gpu or tpu."""
+    return mesh.devices.flat[0].platform
+
+
 def check_divisible(config: ModelConfig, parts: int) -> None:
     """Raise ConfigError where the heads or an MLP of the model do not split evenly over `parts` devices."""
     for name, size in _split_sizes(config).items():

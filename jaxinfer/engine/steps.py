@@ -4,7 +4,7 @@ Knows: the order inside a step: forward pass, logits of the rows that sample, ch
 in donated and goes out new. Parameters are an argument, never a closure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int32
 from jaxinfer.arrays import RowInt, Tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.batches import Layout, Rows, StepRows, unpack
-from jaxinfer.engine.lanes import page_lanes
 from jaxinfer.engine.ops import PagedOps
 from jaxinfer.engine.sampling import Packed, sample
 from jaxinfer.engine.sharding import replicated
@@ -43,14 +42,21 @@ class Program:
 
     @classmethod
     def build(
-        cls, config: ModelConfig, dtype: Any, held: Any, layout: Layout, mesh: Mesh, forms: Mapping[str, str]
+        cls,
+        config: ModelConfig,
+        dtype: Any,
+        held: Any,
+        layout: Layout,
+        mesh: Mesh,
+        forms: Mapping[str, str],
+        *,
+        traced_with: Hashable = None,
     ) -> "Program":
         """The program of a model on a mesh, whose devices say what platform it is for; pages are of dtype `held`.
 
-        forms: as `PagedOps` takes them. Raises ValueError as it does.
+        forms, traced_with: as `PagedOps` takes them. Raises ValueError as it does.
         """
-        platform = mesh.devices.flat[0].platform
-        ops = PagedOps(forms, platform=platform, mesh=mesh, lanes=page_lanes(config, held, platform))
+        ops = PagedOps.of_model(config, held, mesh, forms, traced_with=(jnp.dtype(dtype), layout, traced_with))
         return cls(Transformer(config, jnp.dtype(dtype)), ops, layout, state_shardings(config, mesh), replicated(mesh))
 
 

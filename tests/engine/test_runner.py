@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.engine.batches import pack_decodes, unpack
 from jaxinfer.engine.runner import EngineRunner, engine_context
 from jaxinfer.errors import ConfigError, EngineFault
 from jaxinfer.model.transformer import init_params
@@ -323,3 +324,47 @@ def test_a_kernel_asked_for_by_name_runs_or_fails_loudly(monkeypatch):
     picky = build(replace(ENGINE, kernels=(("kv_write", "picky"),)))
     with pytest.raises(ConfigError, match=r"kv_write=picky.*pages of 8 tokens are too small"):
         picky.warm_up()
+
+
+def test_a_refusal_where_no_kernel_was_named_is_not_blamed_on_a_name(monkeypatch):
+    def refuse(*args):
+        raise NotImplementedError("no form can do this")
+
+    monkeypatch.setitem(FORMS, "kv_write", (Entry("reference", refuse),))
+    with pytest.raises(NotImplementedError, match="no form can do this"):
+        build(ENGINE).warm_up()
+
+
+def test_a_runner_knows_nothing_of_what_ran_in_another(monkeypatch):
+    """The form that is best refuses the longer chunks of one of them; a third, equal to that one, traces no more."""
+    reference = Entry("reference").load("kv_write")
+
+    def picky(pages, keys, *rest):
+        if keys.shape[1] > 8:
+            raise NotImplementedError(f"{keys.shape[1]} tokens are too many")
+        return reference(pages, keys, *rest)
+
+    monkeypatch.setitem(FORMS, "kv_write", (Entry("picky", picky), Entry("reference")))
+    short, long = replace(ENGINE, slots=1, chunk=8), replace(ENGINE, slots=1, chunk=16)
+    runners = [build(engine) for engine in (short, long, long)]
+    for runner, engine in zip(runners, (short, long, long), strict=True):
+        for bucket in engine.prefill_buckets:
+            runner._lower_prefill(bucket)
+    first, second, third = ([(it.form, it.why) for it in r.kernels if it.operation == "kv_write"] for r in runners)
+    assert [form for form, _ in first] == ["picky"]
+    assert second == third
+    assert ("reference", "picky cannot: 16 tokens are too many") in second
+
+
+def test_no_two_rows_of_the_warm_up_write_one_page(monkeypatch):
+    packed = []
+
+    def pack(*args):
+        packed.append(pack_decodes(*args))
+        return packed[-1]
+
+    monkeypatch.setattr("jaxinfer.engine.runner.pack_decodes", pack)
+    runner = make_runner()
+    (rows,) = packed
+    assert len(rows) == ENGINE.slots
+    assert (unpack(rows, runner._program.layout).positions[:, 0] >= 0).sum() == 1
