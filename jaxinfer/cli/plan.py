@@ -27,7 +27,9 @@ from jaxinfer.roofline import (
 def command(
     ref: RefArgument = DEMO,
     *,
-    chip: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this chip; may be repeated.")] = None,
+    chip: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this chip, such as v6e; may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     engine: EngineConfig,
 ) -> None:
@@ -39,21 +41,27 @@ def command(
 
     \b
     jaxinfer plan
-    jaxinfer plan ./my-model --tensor 4 --chip "TPU v6e" --chip H100
+    jaxinfer plan ./my-model --tensor 4 --chip v6e --chip H100
     jaxinfer plan model.gguf --dtype bfloat16 --slots 64 --context 8192 --json
     """
     from jaxinfer.checkpoint.load import load_config, load_structs
     from jaxinfer.model.quantised import bytes_per_weight, describe
 
-    unknown = sorted(set(chip or ()) - CHIPS.keys())
-    if unknown:
-        raise ConfigError(f"--chip {unknown[0]!r} is not known; expected one of {', '.join(CHIPS)}")
+    chips = [_chip(name) for name in chip or CHIPS]
     engine = replace(engine, dtype=engine.dtype or "bfloat16")
     config = load_config(ref)
     params = load_structs(ref, str(engine.dtype), engine.quantize)
     weights, width = weight_bytes(config, params, engine.mesh.tensor), bytes_per_weight(params)
-    rows = [plan_chip(config, engine, weights, CHIPS[name], width) for name in chip or CHIPS]
+    rows = [plan_chip(config, engine, weights, each, width) for each in chips]
     print(json_text([asdict(row) for row in rows]) if as_json else _table(ref, config, engine, rows, describe(params)))
+
+
+def _chip(name: str) -> Chip:
+    """The chip of that name, which may be its end alone: v6e. Raises ConfigError for another."""
+    found = [chip for full, chip in CHIPS.items() if full.lower().endswith(name.lower())]
+    if len(found) != 1:
+        raise ConfigError(f"--chip {name!r} is not known; expected one of {', '.join(CHIPS)}")
+    return found[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,11 @@ def test_plan_says_what_fits_and_how_fast_without_loading(code, tiny_path, capsy
     assert sizes["TPU v6e"] == 16 * config.layers * config.kv_heads * 128 * 2 > sizes["H100"]
     assert code(*arguments) == 0
     assert f"{sizes['H100'] / 2**20:.2f} to {sizes['TPU v6e'] / 2**20:.2f} MiB a page" in capsys.readouterr().out
-    assert code(*arguments, "--chip", "H100", "--chip", "L4") == 0
+    assert code(*arguments, "--chip", "H100", "--chip", "v6e") == 0
     out = capsys.readouterr().out
-    assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:] == ["H100", "L4"]
+    assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:] == ["H100", "TPU v6e"]
     assert code(*arguments, "--chip", "abacus") == 2
+    assert code(*arguments, "--chip", "4") == 2  # TPU v4 and L4
 
 
 def test_plan_counts_the_weights_and_those_that_a_token_passes(code, tiny_path, capsys):
