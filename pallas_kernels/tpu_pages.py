@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels.arrays import Int8Pages, Pages
+from pallas_kernels.arrays import Int8Pages, Pages, PageTable
 from pallas_kernels.pages import page_shape
 
 Ref = Any
@@ -28,6 +28,8 @@ Ref = Any
 Number = Int32[Array, ""]
 UNROLLED = 16
 """Most pages of a room whose copies are started without a loop."""
+TABLE_BYTES = 512 * 1024
+"""Of SMEM's 1 MiB, for the page table of one call of a kernel."""
 
 
 class Rooms(NamedTuple):
@@ -74,6 +76,15 @@ class Rooms(NamedTuple):
         assert self.scales is not None
         by_page = [self.scales[room, place, plane, pl.ds(head, 1)] for place in range(self.together)]
         return jnp.concatenate(by_page, axis=1)
+
+
+def rows_at_once(page_table: PageTable) -> list[slice]:
+    """Rows whose page tables SMEM holds at once, for a call each. Raises NotImplementedError where one is too large."""
+    rows, width = page_table.shape
+    at_once = TABLE_BYTES // (4 * width)
+    if at_once == 0:
+        raise NotImplementedError(f"page table of {width} pages a row: at most {TABLE_BYTES // 4} fit in SMEM")
+    return [slice(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
 
 
 def in_hbm(pages: Pages) -> Any:

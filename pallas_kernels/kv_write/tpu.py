@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32, Shaped
 
+from pallas_kernels import tpu_chip
 from pallas_kernels.arrays import NewKeys, Pages, PageTable, Positions
 from pallas_kernels.pages import as_stored
 
@@ -28,6 +29,8 @@ _MOST_SLOTS = 32
 """Items on their way at most."""
 _ROOM = 12 * 2**20
 """Bytes of VMEM that the groups and what is new of them may take."""
+_MOST_ITEMS = 32 * 1024
+"""Of one call. They take half of SMEM's 1 MiB, four numbers each."""
 
 
 @partial(jax.jit, static_argnames=("interpret",))
@@ -44,8 +47,10 @@ def kv_write(
     into one page. DONATES pages.
 
     interpret: handed to `pallas_call`. Jitted, so that a model of many layers traces it once. Raises
-    NotImplementedError for a page's head that is too large to keep two in VMEM.
+    NotImplementedError for a page's head that is too large to keep two in VMEM, for more groups of slots than SMEM
+    holds, and for pages of float16.
     """
+    tpu_chip.require_dtypes(pages=jax.tree.leaves(pages)[0])
     write = partial(_write, page_table=page_table, positions=positions, interpret=interpret)
     return jax.tree.map(write, pages, as_stored(pages, keys, values))
 
@@ -71,7 +76,9 @@ def _write(
 ) -> Shaped[Array, "n planes k b *c"]:
     """One leaf of the pool with the step's tokens in place."""
     group = _group_size(pool)
-    spread = (positions.shape[1] - 2) // group + 2  # most groups that a row touches
+    rows, spread = len(positions), (positions.shape[1] - 2) // group + 2  # most groups that a row touches
+    if rows * spread > _MOST_ITEMS:
+        raise NotImplementedError(f"{rows} rows of {spread} groups of slots: at most {_MOST_ITEMS} groups fit in SMEM")
     items = _items(page_table, positions, spread, group, pool.shape[3])
     return _call(items, _lay_out(new, positions, spread, group), pool, interpret)
 

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels import tpu_pages
+from pallas_kernels import tpu_chip, tpu_pages
 from pallas_kernels.arrays import DecodeQueries, Lengths, Pages, PageTable, Sinks
 from pallas_kernels.pages import page_shape
 from pallas_kernels.tpu_pages import Number, Ref, Rooms
@@ -37,8 +37,6 @@ block waits for in a row, product, peak, powers, product, takes some 150 cycles 
 ROOM_BYTES = 5 << 18
 MOST_ROOM_BYTES = 4 << 20
 """Both rooms and what the compiler keeps must fit the 16 MiB of a v4, and what other chips give a kernel unasked."""
-TABLE_BYTES = 512 * 1024
-"""Of SMEM's 1 MiB, for the page table of one call of the kernel."""
 
 
 @dataclass(frozen=True)
@@ -100,18 +98,15 @@ def paged_decode_attention(
 ) -> DecodeQueries:
     """As the reference, but queries and weights that meet bfloat16 or int8 pages are rounded to bfloat16.
 
-    Raises NotImplementedError for pages that do not tile 128 tokens, and for pages or a table too large for a core.
-    interpret goes to Pallas.
+    Raises NotImplementedError for pages that do not tile 128 tokens, for pages or a table too large for a core, and for
+    float16. interpret goes to Pallas.
     """
-    (rows, width), (_, k, g, _) = page_table.shape, queries.shape
-    at_once = TABLE_BYTES // (4 * width)
-    if at_once == 0:
-        raise NotImplementedError(f"page table of {width} pages a row: at most {TABLE_BYTES // 4} fit in SMEM")
+    (_, width), (_, k, g, _) = page_table.shape, queries.shape
+    tpu_chip.require_dtypes(queries=queries, pages=jax.tree.leaves(pages)[0])
     together = _pages_together(pages, width, window)
     mixed = []
-    for first in range(0, rows, at_once):
-        some = slice(first, min(first + at_once, rows))
-        plan = Plan(some.stop - first, k, g, width, together, window, scale, softcap)
+    for some in tpu_pages.rows_at_once(page_table):
+        plan = Plan(some.stop - some.start, k, g, width, together, window, scale, softcap)
         mixed.append(_attend(plan, queries[some], pages, page_table[some], lengths[some], sinks, interpret))
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed)
 

@@ -7,6 +7,9 @@ from jaxtyping import Array, Bool
 from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
 from pallas_kernels.pages import as_float32, page_shape
 
+HIGHEST = jax.lax.Precision.HIGHEST
+"""Left alone, a TPU would multiply float32 as bfloat16 and a GPU as TF32."""
+
 
 def visible(positions: Positions, lengths: Lengths, keys: int, window: int | None) -> Bool[Array, "s t keys"]:
     """Which of a row's first `keys` positions each query sees.
@@ -51,7 +54,7 @@ def paged_prefill_attention(
     by_head = by_head.reshape(*by_head.shape[:3], span, -1)
     by_head = jnp.where(row_reads[:, None, :, None], by_head, 0.0)
     keys, values = by_head[0], by_head[-1]  # the same in a pool of one plane
-    scores = scale * jnp.einsum("stkgc,skxc->skgtx", queries.astype(jnp.float32), keys)
+    scores = scale * jnp.einsum("stkgc,skxc->skgtx", queries.astype(jnp.float32), keys, precision=HIGHEST)
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     mask = seen[:, None, None]
     scores = jnp.where(mask, scores, -jnp.inf)
@@ -60,5 +63,6 @@ def paged_prefill_attention(
     peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min), sink)
     weights = jnp.where(mask, jnp.exp(scores - peak), 0.0)
     total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak)
-    mixed = jnp.einsum("skgtx,skxc->stkgc", weights / jnp.where(total == 0, 1.0, total), values)
+    shares = weights / jnp.where(total == 0, 1.0, total)
+    mixed = jnp.einsum("skgtx,skxc->stkgc", shares, values, precision=HIGHEST)
     return mixed.astype(queries.dtype)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import tpu_pages
+from pallas_kernels import tpu_chip, tpu_pages
 from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
 from pallas_kernels.paged_prefill_attention.tpu_blocks import LANES, Blocks, choose_blocks
 from pallas_kernels.paged_prefill_attention.tpu_kernel import Scores, State, attend
@@ -39,20 +39,40 @@ def paged_prefill_attention(
     """As the reference, where a row's positions are consecutive, end at its length, and its padding (-1) comes last.
 
     bfloat16 queries are multiplied with bfloat16 and int8 pages in bfloat16, all else in float32; sums are float32.
-    Raises NotImplementedError for pages whose tokens neither divide 128 nor are a multiple of it, and for a scale that
-    is not positive.
+    Raises NotImplementedError for pages whose tokens neither divide 128 nor are a multiple of it, for pages or a table
+    too large for a core, for a scale that is not positive, and for float16. interpret goes to Pallas.
     """
-    rows, tokens, k, g, c = queries.shape
+    tpu_chip.require_dtypes(queries=queries, pages=jax.tree.leaves(pages)[0])
     if scale <= 0:
         raise NotImplementedError(f"a scale of {scale}: the largest product must have the largest score")
     blocks = choose_blocks(queries, pages)
     start = jnp.maximum(positions[:, 0], 0)
     count = jnp.minimum(jnp.sum(positions >= 0, axis=1, dtype=jnp.int32), lengths)
-    scalars = [page_table.reshape(-1), start, count, *([] if sinks is None else [sinks.astype(jnp.float32)])]
+    scores = Scores(scale, softcap, window)
+    mixed = [
+        _attend(blocks, scores, queries[some], pages, (page_table[some], start[some], count[some]), sinks, interpret)
+        for some in tpu_pages.rows_at_once(page_table)
+    ]
+    return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed)
+
+
+def _attend(
+    blocks: Blocks,
+    scores: Scores,
+    queries: Queries,
+    pages: Pages,
+    rows: tuple[PageTable, Int32[Array, " s"], Int32[Array, " s"]],
+    sinks: Sinks | None,
+    interpret: Any,
+) -> Queries:
+    """One call of the kernel, on all of the rows it is given: their tables, first positions and counts of queries."""
+    table, *ends = rows
+    s, tokens, k, g, c = queries.shape
+    scalars = [table.reshape(-1), *ends, *([] if sinks is None else [sinks.astype(jnp.float32)])]
     laid = _lay_out(queries, blocks)
-    call = _prepare(blocks, Scores(scale, softcap, window), pages, laid, len(scalars), interpret)
+    call = _prepare(blocks, scores, pages, laid, len(scalars), interpret)
     mixed = call(*scalars, laid, jax.tree.leaves(pages))
-    return mixed.reshape(rows, laid.shape[1], k, g, -1)[:, :tokens, :, :, :c]
+    return mixed.reshape(s, laid.shape[1], k, g, -1)[:, :tokens, :, :, :c]
 
 
 def _lay_out(queries: Queries, blocks: Blocks) -> Float[Array, "s padded_t kg*lanes"]:

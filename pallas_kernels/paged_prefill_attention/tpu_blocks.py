@@ -1,16 +1,18 @@
 """How large a block is: queries, heads and pages, small enough that every TPU generation's vector memory holds it.
 
-The compiler is not told which chip it compiles for until the kernel is written, so that one choice serves all: v4 has
-16 MiB of vector memory, the others 64 or 128.
+v4 has 16 MiB of vector memory for a kernel, and v5e gives one as much unasked; the others have or give more. One choice
+serves all.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arrays import Pages, Queries
+from pallas_kernels.arrays import Int8Pages, Pages, Queries
 from pallas_kernels.pages import page_shape
 
 LANES = 128
@@ -22,6 +24,9 @@ KEYS, KEYS_FLOAT32 = 512, 256
 """Keys that are met at once."""
 HEADS, GROUP = 4, 32
 """Most key heads of a program, and most query heads of each."""
+VMEM_BYTES = 15 << 20
+"""Of what `_vmem_bytes` counts: all but one of the 16 MiB. The compiler was not seen to take more than is counted, but
+for 0.2 MiB where bfloat16 is multiplied (docs/notes/013)."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +65,60 @@ class Blocks:
 
 
 def choose_blocks(queries: Queries, pages: Pages) -> Blocks:
-    """Raises NotImplementedError for page sizes that do not fill whole lanes."""
-    _, tokens, k, g, _ = queries.shape
+    """The largest blocks that fit into VMEM.
+
+    Raises NotImplementedError for page sizes that do not fill whole lanes, and where not even the smallest fit.
+    """
     b = page_shape(pages)[3]
     if b % LANES and LANES % b:
         raise NotImplementedError(f"pages of {b} tokens: the kernel takes divisors and multiples of {LANES}")
+    for blocks in _largest_first(queries, pages):
+        if _vmem_bytes(blocks, queries, pages) <= VMEM_BYTES:
+            return blocks
+    c, stored = queries.shape[-1], jax.tree.leaves(pages)[0].dtype
+    raise NotImplementedError(f"pages of {b} tokens of {c} features, {stored}: two of a head do not fit into VMEM")
+
+
+def _largest_first(queries: Queries, pages: Pages) -> Iterator[Blocks]:
+    """As many tokens as may be of fewer and fewer heads, then half as many tokens, and so on."""
+    _, tokens, k, g, _ = queries.shape
     group = max(i for i in range(1, min(g, GROUP) + 1) if g % i == 0)
-    wanted = max(ROWS // group // TILE, 1) * TILE
     stored = jax.tree.leaves(pages)[0].dtype
     dtype = jnp.bfloat16 if queries.dtype == jnp.bfloat16 and stored != jnp.float32 else jnp.float32
-    return Blocks(
-        tokens=min(wanted, -(-tokens // TILE) * TILE),
-        heads=_heads(k) if group == g else 1,
-        group=group,
-        query_group=g,
-        pages=max((KEYS if dtype == jnp.bfloat16 else KEYS_FLOAT32) // b, 1),
-        dtype=dtype,
-    )
+    keys = KEYS if dtype == jnp.bfloat16 else KEYS_FLOAT32
+    blocks = Blocks(0, 0, group, g, max(keys // page_shape(pages)[3], 1), dtype)
+    wanted = min(max(ROWS // group // TILE, 1), -(-tokens // TILE))
+    while wanted:
+        for heads in _heads(k) if group == g else (1,):
+            yield replace(blocks, tokens=wanted * TILE, heads=heads)
+        wanted //= 2
 
 
-def _heads(k: int) -> int:
+def _heads(k: int) -> list[int]:
     """Key heads of a program: at least two of them overlap, and an even number of programs feeds two cores."""
     divisors = [i for i in range(1, HEADS + 1) if k % i == 0]
-    return max(divisors, key=lambda heads: (heads > 1, k // heads % 2 == 0, heads))
+    best = max(divisors, key=lambda heads: (heads > 1, k // heads % 2 == 0, heads))
+    return [heads for heads in reversed(divisors) if heads <= best]
+
+
+def _vmem_bytes(blocks: Blocks, queries: Queries, pages: Pages) -> int:
+    """What a program keeps in VMEM: two rooms, the state, two blocks of queries and two of results; and of the strips
+    that are met together the queries, the products and, of float32, the pieces of bfloat16 that are multiplied.
+    """
+    _, planes, k, b, c = page_shape(pages)
+    keys, size = blocks.pages * b, jax.tree.leaves(pages)[0].dtype.itemsize
+    rooms = 2 * _padded((planes, blocks.heads, blocks.pages, b, c), size)
+    if isinstance(pages, Int8Pages):
+        rooms += 2 * _padded((blocks.pages, planes, k, b), 4)
+    state = _padded((blocks.heads, blocks.rows, 2 * LANES), 4) + _padded((blocks.heads, blocks.rows, c), 4)
+    moving = 4 * blocks.heads * blocks.group * _padded((blocks.tokens, c), queries.dtype.itemsize)
+    strips = blocks.together * blocks.rows
+    met = _padded((strips, c), jnp.dtype(blocks.dtype).itemsize) + _padded((strips, keys), 4)
+    pieces = _padded((planes, blocks.together, keys, c), 4) if blocks.dtype == jnp.float32 else 0
+    return rooms + state + moving + met + pieces
+
+
+def _padded(shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes that an array takes in VMEM, in whole tiles."""
+    rows, tile = shape[-2], 32 // itemsize
+    return prod(shape[:-2]) * -(-rows // tile) * tile * -(-shape[-1] // LANES) * LANES * itemsize

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.arrays import Lengths, Pages, PageTable, Positions, Queries, Sinks
 from pallas_kernels.pages import keys_and_values, page_shape
 from pallas_kernels.xla_pages import page_owners, read_side_by_side, silence
-from pallas_kernels.xla_softmax import Softmax, average, beginning, meet, merge
+from pallas_kernels.xla_softmax import Softmax, average, beginning, meet, merge, product_precision
 
 QUERIES = 128
 """Most queries of a strip."""
@@ -35,6 +35,14 @@ class Chunk(NamedTuple):
     """Position of the first query."""
     real: Int32[Array, " s"]
     """Queries that are no padding."""
+
+
+class How(NamedTuple):
+    """What is the same for every query: how far it looks back, what caps its scores, how its products are made."""
+
+    window: int | None
+    softcap: float | None
+    precision: jax.lax.Precision
 
 
 @partial(jax.jit, static_argnames=("window", "scale", "softcap"))
@@ -58,16 +66,18 @@ def paged_prefill_attention(
     count = jnp.minimum(jnp.sum(positions >= 0, axis=1), lengths)
     scaled = queries.astype(jnp.float32) * scale
     chunk = Chunk(jnp.moveaxis(scaled, 1, 3), page_table, start, count)
-    state = _meet_own(chunk, pages, window, softcap)
+    how = How(window, softcap, product_precision(queries.dtype))
+    state = _meet_own(chunk, pages, how)
     if sinks is not None:
         state = _join_sinks(state, chunk, sinks)
-    state = _meet_past(state, chunk, pages, window, softcap)
+    state = _meet_past(state, chunk, pages, how)
     mixed = jnp.moveaxis(average(state).reshape(chunk.queries.shape), 3, 1)
     return mixed.astype(queries.dtype)
 
 
-def _meet_own(chunk: Chunk, pages: Pages, window: int | None, softcap: float | None) -> Softmax:
+def _meet_own(chunk: Chunk, pages: Pages, how: How) -> Softmax:
     """Each query over the chunk's own keys up to its own position."""
+    window, softcap, precision = how
     rows, k, g, tokens, c = chunk.queries.shape
     keys, values = _read_own(chunk, pages)
     strips = []
@@ -77,7 +87,7 @@ def _meet_own(chunk: Chunk, pages: Pages, window: int | None, softcap: float | N
         query, key = jnp.tile(jnp.arange(begin, end), g)[:, None], jnp.arange(low, end)
         seen = key <= query if window is None else (key <= query) & (key > query - window)
         queries = chunk.queries[:, :, :, begin:end].reshape(rows, k, -1, c)
-        met = meet(queries, keys[:, :, low:end], values[:, :, low:end], seen[None, None], softcap)
+        met = meet(queries, keys[:, :, low:end], values[:, :, low:end], seen[None, None], softcap, precision)
         strips.append(Softmax(*(x.reshape(rows, k, g, end - begin, *x.shape[3:]) for x in met)))
     joined = (jnp.concatenate(parts, axis=3) for parts in zip(*strips, strict=True))
     return Softmax(*(x.reshape(rows, k, g * tokens, *x.shape[4:]) for x in joined))
@@ -105,8 +115,9 @@ def _join_sinks(state: Softmax, chunk: Chunk, sinks: Sinks) -> Softmax:
     return merge(state, beginning(chunk.queries.reshape(rows, k, -1, c), jnp.repeat(sinks, tokens, axis=1)))
 
 
-def _meet_past(state: Softmax, chunk: Chunk, pages: Pages, window: int | None, softcap: float | None) -> Softmax:
+def _meet_past(state: Softmax, chunk: Chunk, pages: Pages, how: How) -> Softmax:
     """`state` and what each query sees before the chunk, `KEYS` keys a turn."""
+    window, softcap, precision = how
     page_size, (rows, k, g, tokens, c) = page_shape(pages)[3], chunk.queries.shape
     together = max(1, KEYS // page_size)
     begin = jnp.zeros_like(chunk.start) if window is None else jnp.maximum(chunk.start - window + 1, 0)
@@ -122,6 +133,6 @@ def _meet_past(state: Softmax, chunk: Chunk, pages: Pages, window: int | None, s
         owners = page_owners(chunk.page_table, page, page * page_size < chunk.start[:, None])
         keys, values = keys_and_values(pages, lambda which: read_side_by_side(pages, owners, which))
         seen = past[:, None] if window is None else past[:, None] & (key[:, None] > position[:, :, None] - window)
-        return merge(state, meet(queries, keys, silence(values, past), seen[:, None], softcap))
+        return merge(state, meet(queries, keys, silence(values, past), seen[:, None], softcap, precision))
 
     return jax.lax.fori_loop(0, turns, turn, state)

@@ -17,13 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, BFloat16, Float, Float32
 
+from pallas_kernels import tpu_chip
 from pallas_kernels.quant_matmul.arrays import Numbers, Offset, Product, Rows, Scale, group_of
 
 MOST_ROWS = 64
 """Rows of x up to which this form is taken. By channel XLA is as fast at any number; in groups the eight copies cost
 the MXU more from some 200 rows on than XLA's decoding of the weight."""
-GROUPS = (8, 16, 32, 64, 128)
-"""Sizes of a group that fit into the 128 lanes of a register."""
+GROUPS = (16, 32, 64, 128)
+"""Sizes of a group of which eight, a piece, fill whole registers of 128 lanes."""
 _AT_ONCE = 8
 """Groups whose sums come out of one product: as many rows as a register of float32 has."""
 _UNROLLED = 8
@@ -50,8 +51,9 @@ def quant_matmul(
 
     interpret: handed to `pallas_call`. Jitted, so that a model of many layers traces it once. Raises ValueError where
     the groups do not divide i, NotImplementedError for more than MOST_ROWS rows, for several groups of a size that is
-    not one of GROUPS, and where x and 128 outputs' weights do not fit into VMEM.
+    not one of GROUPS, where x and 128 outputs' weights do not fit into VMEM, and on v4.
     """
+    tpu_chip.refuse_v4("plain XLA multiplies quantised weights two to three times as fast there")
     group, groups = group_of(values, scale), scale.shape[1]
     if len(x) > MOST_ROWS:
         raise NotImplementedError(f"{len(x)} rows; XLA is as fast or faster from {MOST_ROWS + 1} on")
@@ -65,7 +67,8 @@ def quant_matmul(
     rows = -(-len(x) // 8) * 8  # whole registers, so that the copies lie one below another
     stacked = jnp.pad(pieces, ((0, 0), (0, rows - len(x)), (0, 0))).reshape(-1, x.shape[1])
     call = _by_channel if groups == 1 else partial(_in_groups, offset=offset)
-    out = call(stacked, values, scale, dtype=dtype if len(pieces) == 1 else jnp.float32, interpret=interpret)
+    exact = len(pieces) > 1 or dtype not in tpu_chip.DTYPES
+    out = call(stacked, values, scale, dtype=jnp.float32 if exact else dtype, interpret=interpret)
     return out.reshape(len(pieces), rows, -1)[:, : len(x)].sum(axis=0).astype(dtype)
 
 
@@ -81,6 +84,11 @@ def _in_bfloat16(x: Float[Array, "n i"]) -> BFloat16[Array, "pieces n i"]:
         pieces.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
         rest = rest - pieces[-1]
     return jnp.stack(pieces).astype(jnp.bfloat16)
+
+
+def _loadable(x: Float[Array, "o g"]) -> Float[Array, "o g"]:
+    """What a kernel can load: x, or float16 as float32, which XLA makes of it."""
+    return x if x.dtype in tpu_chip.DTYPES else x.astype(jnp.float32)
 
 
 class _Blocks(NamedTuple):
@@ -143,13 +151,13 @@ def _piece(outputs: int, inputs: int) -> int:
 
 def _in_groups(x: Rows, values: Numbers, scale: Scale, *, offset: Offset | None, dtype: Any, interpret: Any) -> Product:
     blocks = _blocks(len(x), values, scale.shape[1])
-    args: tuple[Any, ...] = (x, values, scale)
+    args: tuple[Any, ...] = (x, values, _loadable(scale))
     specs = [_whole(*x.shape), blocks.spec(blocks.inputs), blocks.spec(blocks.groups)]
     if offset is not None:
         sums = x.astype(jnp.float32).reshape(len(x), blocks.groups, -1).sum(axis=-1)
         if offset.dtype == jnp.bfloat16:
             sums = _in_bfloat16(sums).reshape(-1, blocks.groups)
-        args += (offset, sums)
+        args += (_loadable(offset), sums)
         specs += [blocks.spec(blocks.groups), _whole(*sums.shape)]
     scratch = [pltpu.VMEM((blocks.groups, blocks.outputs), jnp.float32)]
     return _call(_kernel_in_groups, blocks, args, specs, scratch, dtype, interpret)

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -47,10 +48,14 @@ class Case:
             placed["out_shardings"] = formats(devices, self.args[self.donated[0]])
         return jax.jit(lambda *args: self.function(*args, **self.static), donate_argnums=self.donated, **placed)
 
-    def refusal(self) -> str | None:
-        """Why the kernel does not do this case, which then falls to the next form; None where it does it."""
+    def refusal(self, devices: Mesh | None = None) -> str | None:
+        """Why the kernel does not do this case, which then falls to the next form; None where it does it.
+
+        devices: what it would be compiled for; there are kernels that ask.
+        """
         try:
-            jax.eval_shape(self.jitted(), *self.args)
+            with nullcontext() if devices is None else jax.set_mesh(devices):
+                jax.eval_shape(self.jitted(), *self.args)
         except NotImplementedError as reason:
             return str(reason)
         return None

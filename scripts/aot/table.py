@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aot.chips import GENERATIONS
+from aot.compiling import mesh
 from aot.figures import Figures, measure
 from aot.kernels import Case
 from aot.steps import Kind, Serving, Step, compile_step, config_of
@@ -73,7 +74,7 @@ class Outcome:
 
 def run(job: Job, chip: str) -> Outcome:
     """Compile a job. What is raised while it is lowered or compiled is the outcome, whatever its type."""
-    if isinstance(job, Case) and (refusal := job.refusal()):
+    if isinstance(job, Case) and (refusal := job.refusal(mesh(chip))):
         return Outcome(job, chip, refusal=refusal)
     try:
         if isinstance(job, Case):

@@ -50,6 +50,22 @@ def in_int8(case: Case) -> tuple[Case, Case]:
     return case._replace(pages=pages), case._replace(pages=jax.jit(as_float32)(pages))
 
 
+ROUNDED = {"rtol": 2**-7, "atol": 2**-8}
+"""Tolerances where weights and the result are rounded to bfloat16: each is off by 2 ** -9 of itself at most, once or
+twice, and values are of size 1."""
+
+
+def in_dtype(case: Case, dtype: str) -> tuple[Case, Case]:
+    """The case with pages and queries of float32 or bfloat16, or with int8 pages and queries of bfloat16; and the same
+    with pages of the numbers that those stand for.
+    """
+    case = case._replace(queries=jnp.asarray(case.queries, "float32" if dtype == "float32" else "bfloat16"))
+    if dtype == "int8":
+        return in_int8(case)
+    case = case._replace(pages=jnp.asarray(case.pages, dtype))
+    return case, case
+
+
 def how(shape: Shape) -> dict[str, Any]:
     """The static arguments of a call."""
     return {"window": shape.window, "scale": shape.head_dim**-0.5, "softcap": shape.softcap}

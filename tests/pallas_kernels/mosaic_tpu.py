@@ -10,6 +10,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
+DTYPES = ("float32", "bfloat16", "int8")
+"""Of pages. Real shapes take them in turn: each with each would take minutes."""
+
 
 def interpreted(form: Callable[..., Any]) -> Callable[..., Any]:
     """The form, interpreted."""

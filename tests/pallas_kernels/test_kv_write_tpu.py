@@ -12,10 +12,8 @@ from pallas_kernels.kv_write import reference, tpu
 from pallas_kernels.kv_write.shapes import SHAPES, Shape
 from pallas_kernels.pages import quantise
 
-from .mosaic_tpu import run_without_races
+from .mosaic_tpu import DTYPES, run_without_races
 from .test_kv_write import make_call
-
-DTYPES = ("float32", "bfloat16", "int8")
 
 
 def stored_as(call: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
@@ -65,9 +63,19 @@ def test_real_writes_equal_the_reference(name: str, dtype: str) -> None:
     check(stored_as(make_call(shape, counts, [shape.start] * len(counts)), dtype))
 
 
-def test_a_head_too_large_for_two_groups_in_vmem_is_refused() -> None:
-    pool = jax.ShapeDtypeStruct((4, 2, 256, 16, 2_048), jnp.float32)
-    new = jax.ShapeDtypeStruct((1, 16, 256, 2_048), jnp.float32)
-    where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 4), (1, 16))]
-    with pytest.raises(NotImplementedError, match="a group of slots takes 33554432 bytes"):
+@pytest.mark.parametrize(
+    ("heads", "c", "rows", "tokens", "dtype", "reason"),
+    [
+        (256, 2_048, 1, 16, "float32", "a group of slots takes 33554432 bytes"),
+        (1, 8, 64, 4_096, "float32", "64 rows of 513 groups of slots: at most 32768 groups fit in SMEM"),
+        (1, 8, 1, 16, "float16", "pages of float16"),
+    ],
+)
+def test_what_the_kernel_cannot_do_it_refuses(
+    heads: int, c: int, rows: int, tokens: int, dtype: str, reason: str
+) -> None:
+    pool = jax.ShapeDtypeStruct((4, 2, heads, 16, c), jnp.dtype(dtype))
+    new = jax.ShapeDtypeStruct((rows, tokens, heads, c), jnp.float32)
+    where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 4), (rows, tokens))]
+    with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(tpu.kv_write, pool, new, new, *where)

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tpu_pages
 from pallas_kernels.paged_decode_attention import reference, tpu
 from pallas_kernels.paged_decode_attention.shapes import SHAPES, Shape
 from pallas_kernels.pages import empty_pages
 
-from .attention_cases import Case, in_int8, make_case, run_decode
-from .mosaic_tpu import INTERPRET, run_without_races
+from .attention_cases import ROUNDED, Case, in_dtype, make_case, run_decode
+from .mosaic_tpu import DTYPES, INTERPRET, run_without_races
 
 run_kernel = partial(run_without_races, run_decode, tpu.paged_decode_attention)
 run_reference = partial(run_decode, reference.paged_decode_attention)
@@ -52,11 +53,16 @@ def test_each_row_is_the_references(name: str) -> None:
 REAL = {replace(shape, rows=2): name for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("shape", REAL, ids=REAL.get)
-def test_real_shapes_are_the_references(shape: Shape) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [pytest.param(shape, DTYPES[i % 3], id=f"{name}, {DTYPES[i % 3]}") for i, (shape, name) in enumerate(REAL.items())],
+)
+def test_real_shapes_are_the_references(shape: Shape, dtype: str) -> None:
     """With two heads, in blocks as large as they make them: the others do the same."""
     shape = replace(shape, kv_heads=min(shape.kv_heads, 2))
-    check(make_case(shape, [shape.length // 3, shape.length]), shape)
+    case, wide = in_dtype(make_case(shape, [shape.length // 3, shape.length]), dtype)
+    expected, got = (np.asarray(x, np.float32) for x in (run_reference(wide, shape), run_kernel(case, shape)))
+    np.testing.assert_allclose(got, expected, **({"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else ROUNDED))
 
 
 @pytest.mark.usefixtures("blocks_of_128")
@@ -82,23 +88,20 @@ def test_pages_before_the_window_are_not_fetched() -> None:
 @pytest.mark.usefixtures("blocks_of_128")
 @pytest.mark.parametrize(("shape", "lengths"), [SMALL["window of 1"], SMALL["one plane"]], ids=["window", "one plane"])
 def test_int8_pages_are_met_as_the_numbers_they_stand_for(shape: Shape, lengths: list[int]) -> None:
-    """NaN stands in the scales of what nobody may see. The weights are rounded to bfloat16, one part in 512."""
-    made = make_case(shape, lengths)
-    case, wide = in_int8(made._replace(queries=jnp.asarray(made.queries, jnp.bfloat16)))
+    """NaN stands in the scales of what nobody may see."""
+    case, wide = in_dtype(make_case(shape, lengths), "int8")
     assert np.isnan(case.pages.scales).any()
     expected, got = (
         np.asarray(run(some, shape), np.float32) for run, some in ((run_reference, wide), (run_kernel, case))
     )
-    np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-8)
+    np.testing.assert_allclose(got, expected, **ROUNDED)
 
 
 @pytest.mark.usefixtures("blocks_of_128")
 @pytest.mark.parametrize("name", ["rows of every length, an odd number"])
 def test_bfloat16_pages_are_met_within_a_rounding(name: str) -> None:
-    """Of the weights and of the result, one part in 512 each."""
     shape, lengths = SMALL[name]
-    case = make_case(shape, lengths)
-    case = case._replace(pages=jnp.asarray(case.pages, jnp.bfloat16), queries=jnp.asarray(case.queries, jnp.bfloat16))
+    case, _ = in_dtype(make_case(shape, lengths), "bfloat16")
     check(case, shape, 2**-8)
 
 
@@ -126,7 +129,7 @@ def test_a_broken_row_reaches_no_other() -> None:
 def test_rows_whose_page_tables_do_not_fit_at_once_go_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(1, 1, 0, 1, 1, 8, 128)
     case = make_case(shape, [200, 7, 0, 60, 133])
-    monkeypatch.setattr(tpu, "TABLE_BYTES", 2 * 4 * case.page_table.shape[1])
+    monkeypatch.setattr(tpu_pages, "TABLE_BYTES", 2 * 4 * case.page_table.shape[1])
     assert str(jax.make_jaxpr(partial(run_decode_traced, shape))(case)).count("pallas_call[") == 3
     check(case, shape)
 
@@ -171,12 +174,25 @@ def test_rows_are_dealt_out_evenly_and_each_once(rows: int) -> None:
         assert (order[-1], ends[-1]) == (order[-2], 0)
 
 
+def trace(page_size: int, heads: int, width: int, of: str = "float32", stored: str = "float32") -> None:
+    queries, pages = jnp.zeros((2, heads, 1, 8), of), jnp.zeros((3, 2, heads, page_size, 8), stored)
+    table, lengths = jnp.zeros((2, width), jnp.int32), jnp.ones(2, jnp.int32)
+    tpu.paged_decode_attention(queries, pages, table, lengths, window=None, scale=1.0, softcap=None)
+
+
 @pytest.mark.parametrize(
     ("page_size", "heads", "width", "reason"),
     [(24, 1, 4, "24 tokens"), (4, 1, 4, "of 4"), (16, 1, 2**18, "SMEM"), (16, 64, 4, "VMEM"), (8192, 1, 4, "VMEM")],
 )
 def test_what_the_kernel_cannot_do_it_says(page_size: int, heads: int, width: int, reason: str) -> None:
-    queries, pages = jnp.zeros((2, heads, 1, 8)), jnp.zeros((3, 2, heads, page_size, 8))
-    table, lengths = jnp.zeros((2, width), jnp.int32), jnp.ones(2, jnp.int32)
     with pytest.raises(NotImplementedError, match=reason):
-        tpu.paged_decode_attention(queries, pages, table, lengths, window=None, scale=1.0, softcap=None)
+        trace(page_size, heads, width)
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+def test_float16_is_refused(stored: str) -> None:
+    """The compiler would refuse it only when the step is compiled, where no other form can stand in."""
+    with pytest.raises(NotImplementedError, match="queries of float16"):
+        trace(16, 1, 4, "float16", stored)
+    with pytest.raises(NotImplementedError, match="pages of float16"):
+        trace(16, 1, 4, "bfloat16", "float16")

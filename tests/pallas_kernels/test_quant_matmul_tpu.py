@@ -1,6 +1,7 @@
 """Quantised products on TPU, interpreted: the reference's result, in float32's precision, and no races."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from pallas_kernels.quant_matmul.shapes import SHAPES, Shape
 
 from .mosaic_tpu import run_without_races
 from .test_quant_matmul import assert_near, by_hand, make_call
+from .test_tpu_chip import on
 
 
 def run(form: Any, *call: Any) -> np.ndarray:
@@ -70,15 +72,45 @@ def test_the_result_is_of_the_dtype_that_is_asked() -> None:
     ("shape", "rows", "why"),
     [
         (Shape(40, 66, "int4", 11, offset=True), 2, "groups of 11 inputs"),
+        (Shape(40, 512, "int8", 8), 2, "groups of 8 inputs"),
         (Shape(40, 96), 65, "65 rows"),
         (Shape(256, 2**17), 1, "131072 inputs of 8 rows and 128 outputs do not fit"),
     ],
 )
 def test_what_it_cannot_do_it_refuses_and_says_why(shape: Shape, rows: int, why: str) -> None:
+    with pytest.raises(NotImplementedError, match=why):
+        trace(shape, rows)
+
+
+def trace(shape: Shape, rows: int) -> None:
     scale = jax.ShapeDtypeStruct((shape.outputs, shape.groups), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((rows, shape.inputs), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((shape.outputs, shape.inputs), jnp.dtype(shape.values))
-    with pytest.raises(NotImplementedError, match=why):
-        jax.eval_shape(
-            lambda *call: tpu.quant_matmul(*call, dtype=jnp.float32), x, values, scale, scale if shape.offset else None
-        )
+    jax.eval_shape(
+        lambda *call: tpu.quant_matmul(*call, dtype=jnp.float32), x, values, scale, scale if shape.offset else None
+    )
+
+
+def test_v4_is_left_to_xla() -> None:
+    with on("TPU v4"), pytest.raises(NotImplementedError, match="TPU v4: plain XLA"):
+        trace(SMALL["int4 in groups"], 8)
+    with on("TPU v5 lite"):
+        trace(SMALL["int4 in groups"], 8)
+
+
+def test_no_kernel_loads_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x, scales and offsets go to the kernel, and the product comes from it, in numbers that it has loads for."""
+    seen = []
+    real = tpu._call
+
+    def call(kernel: Any, blocks: Any, args: Any, specs: Any, scratch: Any, dtype: Any, interpret: Any) -> Any:
+        seen.extend([*(arg.dtype for arg in args), jnp.dtype(dtype)])
+        return real(kernel, blocks, args, specs, scratch, dtype, interpret)
+
+    monkeypatch.setattr(tpu, "_call", call)
+    half = jnp.float16
+    x, values, scale, offset = make_call(SMALL["int4 in groups, several pieces, offset"], 3, dtype=half)
+    for of in (half, jnp.bfloat16):
+        product = partial(tpu.quant_matmul, dtype=half)
+        assert jax.eval_shape(product, x.astype(of), values, scale, offset).dtype == half
+    assert {dtype.name for dtype in seen} == {"bfloat16", "float32", "int4"}

@@ -1,4 +1,8 @@
-"""Every TPU kernel compiles for every generation at every shape; decode attention reads as fast as the memory gives."""
+"""Every TPU kernel compiles for every generation; decode attention reads as fast as the memory gives.
+
+Which shapes and dtypes of pages: for v6e all, bfloat16, float32 and int8. For the others all shapes of bfloat16 and
+int8, on v4 of float32 too, but of products 8 rows of bfloat16. Products are not tried for v4, which leaves them to XLA.
+"""
 
 import jax
 import pytest
@@ -13,24 +17,36 @@ def lowering(case, devices):
     return lambda: case.jitted(devices).lower(*on(devices, case.args))
 
 
+LARGEST = "gemma2-9b"
+"""Eight heads of 256 features: what prefill attention keeps in VMEM is most here. v4 and v5e have least of it."""
+
+
 def tried(case, chip):
-    """v6e sees every case; the others, of products, 8 rows of bfloat16; float32 beside it only v4."""
+    """As the module says; and the largest blocks of prefill attention, in every dtype where VMEM is smallest."""
     if chip == "v6e":
         return True
     if case.operation == "quant_matmul":
         return case.dtype == "bfloat16" and case.shape.endswith(", 8 rows")
+    if case.shape.startswith(LARGEST):
+        return chip in ("v4", "v5e")
     return chip == "v4" or case.dtype != "float32"
 
 
 # Numbers of a weight are int8 or int4 whatever the dtype of what they meet.
 PAIRS = [(operation, dtype) for operation in OPERATIONS for dtype in DTYPES if list(cases(operation, (dtype,)))]
+TRIED = [
+    (chip, *pair)
+    for chip in GENERATIONS
+    for pair in PAIRS
+    if (chip, pair[0]) != ("v4", "quant_matmul") and any(tried(case, chip) for case in cases(pair[0], (pair[1],)))
+]
 
 
-@pytest.mark.parametrize(("operation", "dtype"), PAIRS)
-@pytest.mark.parametrize("chip", GENERATIONS)
+@pytest.mark.parametrize(("chip", "operation", "dtype"), TRIED)
 def test_every_shape_compiles(chip, operation, dtype):
     devices = mesh(chip)
-    here = [case for case in cases(operation, (dtype,)) if tried(case, chip) and case.refusal() is None]
+    here = [case for case in cases(operation, (dtype,)) if tried(case, chip) and case.refusal(devices) is None]
+    assert here
     assert compile_all(chip, {case.shape: lowering(case, devices) for case in here}) == {}
 
 
@@ -53,11 +69,12 @@ def test_a_kernel_of_each_operation_and_dtype_is_measured(operation, dtype):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_only_products_of_many_rows_are_left_to_xla(operation):
-    refused = {case.shape: case.refusal() for case in cases(operation) if case.refusal()}
-    many = {case.shape for case in cases(operation) if case.shape.endswith(", 512 rows")}
-    assert refused.keys() == many
-    assert bool(many) == (operation == "quant_matmul")
+def test_only_products_of_many_rows_and_those_on_v4_are_left_to_xla(operation):
+    products = operation == "quant_matmul"
+    refused = {case.shape for case in cases(operation) if case.refusal(mesh("v5e"))}
+    assert refused == {case.shape for case in cases(operation) if products and case.shape.endswith(", 512 rows")}
+    refused = [case.shape for case in cases(operation) if "v4: plain XLA" in (case.refusal(mesh("v4")) or "")]
+    assert refused == [case.shape for case in cases(operation) if products]
 
 
 # The statement that decode attention is bound by memory: of Llama 3.1 8B, bfloat16, pages of 128 tokens.
