@@ -3,8 +3,9 @@
 In products a far smaller operand goes right, where XLA on CPU packs it anew at every call.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
@@ -25,26 +26,42 @@ def beginning(queries: Float[Array, "i k x c"], sinks: Float32[Array, "k x"] | N
     return Softmax(flat + LOWEST, flat, mixed) if sinks is None else Softmax(flat + sinks, flat + 1.0, mixed)
 
 
+def product_precision(dtype: Any) -> jax.lax.Precision:
+    """What the products ask of the compiler for queries of `dtype`, though both sides are float32 by then.
+
+    Where float32 was asked for, a TPU would take bfloat16 and a GPU TF32. Queries of bfloat16 come with a model whose
+    products are no better than that, and the best would take six passes of a TPU, or a GPU's slow units.
+    """
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
 def meet(
     queries: Float[Array, "i k x c"],
     keys: Float[Array, "i k y c"],
     values: Float[Array, "i k y c"],
     seen: Bool[Array, "*i 1 #x y"],
     softcap: float | None,
+    precision: jax.lax.Precision,
 ) -> Softmax:
-    """The softmax over y keys alone. A query that sees none of them averages anything, at peak LOWEST."""
-    scores = _dot_keys(queries, keys)
+    """The softmax over y keys alone. A query that sees none of them averages anything, at peak LOWEST.
+
+    precision: of the products, by `product_precision`.
+    """
+    scores = _dot_keys(queries, keys, precision)
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen, scores, LOWEST)
     peak = scores.max(axis=-1)
     weights = jnp.exp(scores - peak[..., None])
-    return Softmax(peak, weights.sum(axis=-1), jnp.einsum("ikxy,ikyc->ikxc", weights, values))
+    mixed = jnp.einsum("ikxy,ikyc->ikxc", weights, values, precision=precision)
+    return Softmax(peak, weights.sum(axis=-1), mixed)
 
 
-def _dot_keys(queries: Float[Array, "i k x c"], keys: Float[Array, "i k y c"]) -> Float[Array, "i k x y"]:
+def _dot_keys(
+    queries: Float[Array, "i k x c"], keys: Float[Array, "i k y c"], precision: jax.lax.Precision
+) -> Float[Array, "i k x y"]:
     if 4 * queries.shape[2] <= keys.shape[2]:  # from here on it pays for turning the product around
-        return jnp.einsum("ikyc,ikxc->ikyx", keys, queries).swapaxes(2, 3)
-    return jnp.einsum("ikxc,ikyc->ikxy", queries, keys)
+        return jnp.einsum("ikyc,ikxc->ikyx", keys, queries, precision=precision).swapaxes(2, 3)
+    return jnp.einsum("ikxc,ikyc->ikxy", queries, keys, precision=precision)
 
 
 def merge(one: Softmax, other: Softmax) -> Softmax:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
+from jaxinfer.model.ops import HIGHEST
 from jaxinfer.model.quantised import Quantised, Weight
 
 FEWEST_ROWS, MOST_ROWS = 4, 256
@@ -58,8 +59,8 @@ def _ragged(
     x: Float[Array, "n i"], weight: Float[Array, "e *out i"], sizes: Int32[Array, " e"]
 ) -> Float[Array, "n *out"]:
     """XLA's form. All axes stay as they are: merged, one that is split over devices would have to be gathered."""
-    contracted = (((1,), (weight.ndim - 1,)), ((), ()))
-    return jax.lax.ragged_dot_general(x, weight, sizes, jax.lax.RaggedDotDimensionNumbers(contracted, [0], [0]))
+    dims = jax.lax.RaggedDotDimensionNumbers((((1,), (weight.ndim - 1,)), ((), ())), [0], [0])
+    return jax.lax.ragged_dot_general(x, weight, sizes, dims, HIGHEST)
 
 
 def _walk(

@@ -14,7 +14,10 @@ from jaxinfer.arrays import Keys, Lengths, Pages, PageTable, Positions, Queries,
 from jaxinfer.model.quantised import Quantised, Weight
 
 HIGHEST = jax.lax.Precision.HIGHEST
-"""Asked of every product: otherwise a TPU multiplies float32 as bfloat16 and a GPU as TF32. bfloat16 pays nothing."""
+"""Asked of every product of a float32 model off CPU: otherwise a TPU multiplies float32 as bfloat16 and a GPU as TF32.
+
+Where both sides are bfloat16 it costs nothing. Attention in plain XLA makes float32 of both, and asks for it only where
+the queries were that (`pallas_kernels.xla_softmax`)."""
 
 
 class TokenBatch(NamedTuple):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxinfer.arrays import Keys, Pages, Queries, Values
-from jaxinfer.model.ops import TokenBatch
+from jaxinfer.model.ops import HIGHEST, TokenBatch
 from jaxinfer.model.quantised import Quantised, Weight
 
 
@@ -22,14 +22,14 @@ class PlainWeights:
     ) -> Float[Array, "..."]:
         """Contract the last `axes` axes of both."""
         last = tuple(range(-axes, 0))
-        return jnp.tensordot(x, _decoded(weight), axes=(last, last), preferred_element_type=dtype)
+        return jnp.tensordot(x, _decoded(weight), axes=(last, last), precision=HIGHEST, preferred_element_type=dtype)
 
     def grouped_matmul(
         self, x: Float[Array, "n i"], weight: Float[Array, "e *out i"] | Quantised, sizes: Int32[Array, " e"]
     ) -> Float[Array, "n *out"]:
         """Each row of x times the matrix of its group."""
         flat = _decoded(weight).reshape(weight.shape[0], -1, weight.shape[-1])
-        return jax.lax.ragged_dot(x, flat.swapaxes(1, 2), sizes).reshape(-1, *weight.shape[1:-1])
+        return jax.lax.ragged_dot(x, flat.swapaxes(1, 2), sizes, HIGHEST).reshape(-1, *weight.shape[1:-1])
 
     def take(self, table: Float[Array, "v w"] | Quantised, ids: Int32[Array, "*any"]) -> Float[Array, "*any w"]:
         """Rows of a table by their number."""

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.arrays import DecodeQueries, Lengths, Pages, PageTable, Sinks
 from pallas_kernels.pages import keys_and_values, page_shape
 from pallas_kernels.xla_pages import page_owners, read_page, silence
-from pallas_kernels.xla_softmax import Softmax, average, beginning, meet, merge
+from pallas_kernels.xla_softmax import Softmax, average, beginning, meet, merge, product_precision
 
 ROWS = 4
 """Rows attended together."""
@@ -49,7 +49,12 @@ def paged_decode_attention(
 ) -> DecodeQueries:
     """As the reference. Jitted, so that a model of many layers traces it once."""
     rows = Rows(queries.astype(jnp.float32) * scale, page_table, lengths)
-    return _by_length(rows, lambda some: _attend(some, pages, window, softcap, sinks)).astype(queries.dtype)
+    precision = product_precision(queries.dtype)
+
+    def attend(some: Rows) -> Float[Array, "i k g c"]:
+        return _attend(some, pages, window, softcap, sinks, precision)
+
+    return _by_length(rows, attend).astype(queries.dtype)
 
 
 def _by_length(rows: Rows, attend: Attend) -> Float[Array, "i k g c"]:
@@ -80,7 +85,12 @@ def _map_blocks(rows: Rows, together: int, attend: Attend) -> Float[Array, "i k 
 
 
 def _attend(
-    rows: Rows, pages: Pages, window: int | None, softcap: float | None, sinks: Sinks | None
+    rows: Rows,
+    pages: Pages,
+    window: int | None,
+    softcap: float | None,
+    sinks: Sinks | None,
+    precision: jax.lax.Precision,
 ) -> Float[Array, "i k g c"]:
     """Walk over the pages that some query sees, those of all rows in step."""
     page_size = page_shape(pages)[3]
@@ -99,6 +109,7 @@ def _attend(
             return jnp.concatenate([read_page(pages, owner, which) for owner in owners])
 
         keys, values = keys_and_values(pages, read)
-        return merge(state, meet(rows.queries, keys, silence(values, seen), seen[:, None, None], softcap))
+        met = meet(rows.queries, keys, silence(values, seen), seen[:, None, None], softcap, precision)
+        return merge(state, met)
 
     return average(jax.lax.fori_loop(0, turns, turn, beginning(rows.queries, sinks)))

@@ -19,6 +19,8 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 def quant_matmul(x: Rows, values: Numbers, scale: Scale, offset: Offset | None, *, dtype: Any) -> Product:
     """As the reference, but for this: a weight of several groups, or with offsets, is rounded to x's dtype.
 
+    Both sides of the product are of that dtype; float32 is multiplied as float32, and bfloat16 pays nothing for it.
+
     Jitted, so that a model of many layers traces it once. Raises ValueError where the groups do not divide i.
     """
     group = group_of(values, scale)
@@ -28,7 +30,7 @@ def quant_matmul(x: Rows, values: Numbers, scale: Scale, offset: Offset | None, 
 
 
 def _product(x: Rows, weight: Rows) -> Product:
-    return jax.lax.dot_general(x, weight, _CONTRACT_LAST, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, weight, _CONTRACT_LAST, jax.lax.Precision.HIGHEST, jnp.float32)
 
 
 def _decode(values: Numbers, scale: Scale, offset: Offset | None, group: int) -> Rows:

@@ -18,6 +18,8 @@ _LANES = 32
 """Values that are kept side by side: four AVX2 registers of float32. A known small inner axis is what makes XLA's
 conversion of int8 a vector loop; over one long axis it is five times slower."""
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
+_HIGHEST = jax.lax.Precision.HIGHEST
+"""Says nothing to a CPU; to an accelerator, where this form may be asked for by name, that float32 is to stay that."""
 
 
 @partial(jax.jit, static_argnames=("dtype",))
@@ -37,7 +39,7 @@ def quant_matmul(x: Rows, values: Numbers, scale: Scale, offset: Offset | None, 
     product = _product(pairs, scale)
     if offset is not None:  # each group's offset meets the sum of its x
         sums = x.reshape(len(x), offset.shape[1], -1).sum(axis=-1)
-        product = product + jax.lax.dot_general(sums, offset.astype(jnp.float32), _CONTRACT_LAST)
+        product = product + jax.lax.dot_general(sums, offset.astype(jnp.float32), _CONTRACT_LAST, _HIGHEST)
     return product.astype(dtype)
 
 
@@ -70,7 +72,7 @@ def _many_rows(
     apart = values.reshape(len(values), -1, lanes).astype(jnp.float32).reshape(values.shape)
     if scale.shape[1] > 1:
         apart = (apart.reshape(*scale.shape, -1) * scale[:, :, None]).reshape(values.shape)
-    return jax.lax.dot_general(x, apart, _CONTRACT_LAST)
+    return jax.lax.dot_general(x, apart, _CONTRACT_LAST, _HIGHEST)
 
 
 def _one_row(pairs: Pairs, scale: Float32[Array, "o g"], lanes: int) -> Float[Array, "1 o"]:
