@@ -15,6 +15,9 @@ from typing import Literal
 Status = Literal["ok", "wrong", "refused", "failed", "not run"]
 GRACE = 5.0
 """Seconds below which no process is started any more."""
+POLL = 0.05
+"""Seconds between two looks at a process."""
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,22 @@ def _attempt(job: Job) -> Outcome:
 
 
 def run_apart(
-    part: str, command: Sequence[str], report: Path, deadline: float, environment: Mapping[str, str]
+    part: str,
+    command: Sequence[str],
+    report: Path,
+    deadline: float,
+    environment: Mapping[str, str],
+    *,
+    clock: Clock = time.monotonic,
 ) -> Iterator[Row]:
-    """The rows of a part: `command` is run until all its jobs are done or time.monotonic() is at `deadline`.
+    """The rows of a part: `command` is run until all its jobs are done or `clock` is at `deadline`.
 
     It takes the names to skip as arguments. A process that dies is started again behind the job that it died of.
     """
     lines: list[dict[str, object]] = []
-    while (left := deadline - time.monotonic()) > GRACE:
+    while deadline - clock() > GRACE:
         report.unlink(missing_ok=True)
-        ended = _run(part, [*command, *_settled(lines)], report, left, environment)
+        ended = _run(part, [*command, *_settled(lines)], report, lambda: clock() >= deadline, environment)
         new = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
         lines += new
         begun = {str(line["begun"]) for line in new if "begun" in line} - _settled(lines)
@@ -96,18 +105,23 @@ def run_apart(
     return _rows(part, lines)
 
 
-def _run(part: str, command: Sequence[str], report: Path, seconds: float, environment: Mapping[str, str]) -> str:
+def _run(
+    part: str, command: Sequence[str], report: Path, over: Callable[[], bool], environment: Mapping[str, str]
+) -> str:
     """Why the process ended, "" where it was done."""
     with report.with_suffix(".log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=dict(environment))
         try:
-            ended = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds, env=dict(environment), check=False
-            )
-        except subprocess.TimeoutExpired:
-            return f"stopped: the time of {part} was over"
+            while process.poll() is None:
+                if over():
+                    return f"stopped: the time of {part} was over"
+                time.sleep(POLL)
+        finally:  # also where the check itself is interrupted; of one that has ended it asks nothing
+            process.kill()
+            process.wait()
         log.seek(0)
         said = log.read().strip().splitlines()
-    if code := ended.returncode:
+    if code := process.returncode:
         print(f"--- {part} ended with {code}", *said[-15:], sep="\n", file=sys.stderr)
     return f"the process ended with {code}: {said[-1] if said else ''}"[:160] if code else ""
 

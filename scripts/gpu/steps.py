@@ -123,12 +123,23 @@ class Bench:
         return step.lower(self.params, self._state, rows, program=program).compile()
 
     def time(self, kind: str, size: int) -> float:
-        """Seconds of a step. Raises what its compilation raised, and ValueError where a token is no token."""
+        """Seconds of a step. Raises what its compilation or its run raised, and ValueError where a token is no token.
+
+        A step that fails takes the state with it, which was donated; the next one gets a new one.
+        """
         step = self.compiled()[kind, size]
         if isinstance(step, BaseException):
             raise step
         packed = jax.device_put(self.packed(kind, size)[1], self.program.whole)
+        if self._state is None:
+            self._state = self._make_state()
+        try:
+            return self._seconds(step, packed)
+        except Exception:
+            self._state = None
+            raise
 
+    def _seconds(self, step: Any, packed: Any) -> float:
         def turn(_: Any) -> Any:
             self._state, output = step(self.params, self._state, packed)
             return output

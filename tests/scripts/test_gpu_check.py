@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -23,7 +24,7 @@ sys.path.insert(0, {scripts!r})
 from gpu.jobs import Job, Outcome, carry_out
 def well(): return Outcome("ok", figures={{"x": 1.0}})
 def dies(): os._exit(9)
-def hangs(): time.sleep(60)
+def hangs(): time.sleep(3600)
 def refuses(): raise NotImplementedError("pages are int8")
 def breaks(): raise ValueError("no such layout")
 carry_out([Job(name, globals()[name]) for name in {names!r}], sys.argv[1:], Path({report!r}))
@@ -38,11 +39,22 @@ def jobs(script: Callable[[str], ModuleType]) -> Any:
     return jobs
 
 
-def run_jobs(jobs: Any, folder: Path, names: list[str], seconds: float) -> dict[str, tuple[str, str]]:
-    """Status and reason of each job of a part whose process does `names` one after the other."""
+def run_jobs(jobs: Any, folder: Path, names: list[str], ends: str = "") -> dict[str, tuple[str, str]]:
+    """Status and reason of each job of a part whose process does `names` one after the other.
+
+    ends: the job at whose beginning the time is over.
+    """
     report = folder / "report.jsonl"
     source = JOBS.format(scripts=str(CHECK.parent), names=names, report=str(report))
-    rows = jobs.run_apart("part", [sys.executable, "-c", source], report, time.monotonic() + seconds, {})
+
+    def clock() -> float:
+        begun = report.read_text().splitlines() if report.exists() else []
+        return float(json.dumps({"begun": ends}) in begun)
+
+    deadline = jobs.GRACE + 1
+    rows = jobs.run_apart(
+        "part", [sys.executable, "-c", source], report, deadline, {}, clock=lambda: deadline * clock()
+    )
     return {row.name: (row.outcome.status, row.outcome.why) for row in rows}
 
 
@@ -52,7 +64,7 @@ def row(jobs: Any, part: str, name: str, status: str, **figures: float) -> Any:
 
 def test_a_small_run_on_cpu_does_every_part(tmp_path: Path) -> None:
     found = tmp_path / "rows.json"
-    command = [sys.executable, str(CHECK), "--small", "--budget", "290", "--json", str(found)]
+    command = [sys.executable, str(CHECK), "--small", "--json", str(found)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = json.loads(found.read_text())
@@ -60,8 +72,9 @@ def test_a_small_run_on_cpu_does_every_part(tmp_path: Path) -> None:
     parts = [*(f"kernels {operation}" for operation in OPERATIONS), "speeds", "steps default", "steps pallas"]
     assert list(dict.fromkeys(each["part"] for each in rows)) == parts
     for operation in OPERATIONS:
-        names = [each["name"] for each in rows if each["part"] == f"kernels {operation}"]
-        assert [name.split(" | ")[0] for name in names] == ["xla", "gpu"]
+        of_operation = [each for each in rows if each["part"] == f"kernels {operation}"]
+        assert [each["name"].split(" | ")[0] for each in of_operation] == ["xla", "gpu"]
+        assert all(each["outcome"]["figures"].keys() == {"error"} for each in of_operation)  # beside others: no time
     assert len(ended.stdout.splitlines()) < 60
 
 
@@ -73,7 +86,7 @@ def test_packages_that_are_not_there_are_named() -> None:
 
 
 def test_a_job_that_dies_costs_its_own_row(jobs: Any, tmp_path: Path) -> None:
-    found = run_jobs(jobs, tmp_path, ["well", "dies", "refuses", "breaks"], 60)
+    found = run_jobs(jobs, tmp_path, ["well", "dies", "refuses", "breaks"])
     assert found["well"][0] == "ok"
     assert found["dies"] == ("failed", "the process ended with 9: ")
     assert found["refuses"] == ("refused", "pages are int8")
@@ -81,7 +94,7 @@ def test_a_job_that_dies_costs_its_own_row(jobs: Any, tmp_path: Path) -> None:
 
 
 def test_a_job_that_hangs_is_stopped_and_what_follows_did_not_run(jobs: Any, tmp_path: Path) -> None:
-    found = run_jobs(jobs, tmp_path, ["well", "hangs", "refuses"], jobs.GRACE + 3)
+    found = run_jobs(jobs, tmp_path, ["well", "hangs", "refuses"], ends="hangs")
     assert found["well"][0] == "ok"
     assert found["hangs"] == ("failed", "stopped: the time of part was over")
     assert found["refuses"] == ("not run", "no time was left")
@@ -89,7 +102,7 @@ def test_a_job_that_hangs_is_stopped_and_what_follows_did_not_run(jobs: Any, tmp
 
 def test_a_part_that_never_starts_is_one_row(jobs: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no module')"]
-    (only,) = jobs.run_apart("part", command, tmp_path / "report.jsonl", time.monotonic() + 60, {})
+    (only,) = jobs.run_apart("part", command, tmp_path / "report.jsonl", time.monotonic() + 3600, {})
     assert (only.outcome.status, only.outcome.why) == ("failed", "the process ended with 1: no module")
     (late,) = jobs.run_apart("part", command, tmp_path / "report.jsonl", time.monotonic(), {})
     assert late.outcome.status == "not run"
@@ -140,3 +153,45 @@ def test_a_wrong_form_is_wrong(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert kernels.check("quant_matmul", "reference", make, small=True).status == "ok"
     assert kernels.check("quant_matmul", "bent", make, small=True).status == "wrong"
     assert kernels.check("quant_matmul", "holed", make, small=True).figures["error"] == float("inf")
+
+
+def test_all_forms_of_a_shape_meet_one_reference(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu import kernels
+
+    made = []
+
+    def reference(x: Any) -> Any:
+        made.append("reference")
+        return x + 1
+
+    monkeypatch.setattr(
+        kernels, "choose", lambda operation, form: reference if form == "reference" else lambda x: x + 1
+    )
+
+    def make() -> Any:
+        made.append("call")
+        return kernels.Call((jnp.arange(4.0),), {}, donated=True)
+
+    for form in ("xla", "gpu"):
+        assert kernels.check("kv_write", form, make, small=False).status == "ok"
+    assert made == ["call", "reference"]
+
+
+def test_a_step_that_fails_leaves_the_next_one_a_state(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu import steps
+
+    def broken(params: Any, state: Any, packed: Any) -> Any:
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        raise RuntimeError("out of memory")
+
+    def sound(params: Any, state: Any, packed: Any) -> Any:
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        return state, jnp.zeros((1, 1), jnp.int32)
+
+    monkeypatch.setattr(steps.Bench, "compiled", lambda self: {("decode", 2): broken, ("prefill", 16): sound})
+    bench = steps.Bench(steps.SMALL, {})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            bench.time("decode", 2)
+        assert bench.time("prefill", 16) >= 0
