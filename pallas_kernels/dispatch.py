@@ -4,7 +4,7 @@ Knows: the forms of each operation, best first for each platform. Knows nothing 
 what ran: whoever calls is told.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, get_args
@@ -20,6 +20,8 @@ Form = Callable[..., Any]
 class Entry:
     """One form of an operation, the platforms it is offered on by default, and why it is on no others, if that is odd.
 
+    only: the one platform that compiles it, if there is but one.
+
     form: what runs; None for the function that is called like the operation, in the module of its folder that is called
     like the form. It is imported when it first runs: Pallas for an accelerator that is not there costs time and brings
     nothing.
@@ -29,15 +31,19 @@ class Entry:
     form: Form | None = None
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     held_back: str = ""
+    only: str | None = None
 
     def load(self, operation: str) -> Form:
         """The function that runs."""
         return self.form or getattr(import_module(f"pallas_kernels.{operation}.{self.name}"), operation)
 
 
-_TPU = Entry("tpu", platforms=("tpu",))
+_TPU = Entry("tpu", platforms=("tpu",), only="tpu")
 _GPU = Entry(
-    "gpu", platforms=(), held_back="gpu was interpreted and lowered, and has not run on one: ask for it by name"
+    "gpu",
+    platforms=(),
+    held_back="gpu was interpreted and compiled, and has not run on one: ask for it by name",
+    only="gpu",
 )
 _XLA, _REFERENCE = Entry("xla"), Entry("reference")
 
@@ -115,5 +121,18 @@ def choose(operation: Operation, name: str | None = None, platform: str | None =
         why = "asked for by name"
     if not entries:
         names = [entry.name for entry in FORMS[operation]]
-        raise ValueError(f"{operation} has no form {name!r}; expected one of {names}, or None for the default")
+        raise ValueError(f"{operation} has no form {name!r}; expected one of {names}, or none for the default")
     return Choice(operation, entries, why)
+
+
+def check(names: Mapping[str, str], platform: str | None = None) -> None:
+    """Raises ValueError for a pair of an operation and a form that does not exist, or that `platform`, if it is given,
+    cannot compile: only an interpreter would run it there.
+    """
+    for operation, name in names.items():
+        if operation not in FORMS:
+            raise ValueError(f"no operation {operation!r}; expected one of {', '.join(OPERATIONS)}")
+        only = choose(operation, name).entries[0].only
+        if platform and only not in (None, platform):
+            here = [entry.name for entry in FORMS[operation] if entry.only in (None, platform)]
+            raise ValueError(f"{operation}={name} runs on {only}, and this is {platform}; expected one of {here}")

@@ -45,9 +45,11 @@ def command(
     jaxinfer plan model.gguf --dtype bfloat16 --slots 64 --context 8192 --json
     """
     from jaxinfer.checkpoint.load import load_config, load_structs
+    from jaxinfer.engine.runner import check_kernels
     from jaxinfer.model.quantised import bytes_per_weight, describe
 
     chips = [_chip(name) for name in chip or CHIPS]
+    check_kernels(engine)
     engine = replace(engine, dtype=engine.dtype or "bfloat16")
     config = load_config(ref)
     params = load_structs(ref, str(engine.dtype), engine.quantize)

@@ -21,7 +21,7 @@ from jaxinfer.engine.lanes import PageLanes, page_lanes
 from jaxinfer.engine.sharding import platform_of
 from jaxinfer.model.ops import HIGHEST, TokenBatch
 from jaxinfer.model.quantised import Quantised, Weight
-from pallas_kernels.dispatch import OPERATIONS, Attempt, Choice, Operation, choose
+from pallas_kernels.dispatch import OPERATIONS, Attempt, Choice, Operation, check, choose
 
 _log = logging.getLogger(__name__)
 
@@ -101,8 +101,7 @@ class PagedOps:
         traced_with: Hashable = None,
     ) -> None:
         forms = forms or {}
-        if unknown := forms.keys() - set(OPERATIONS):
-            raise ValueError(f"no operation {sorted(unknown)}; expected some of {OPERATIONS}")
+        check(forms)
         self._platform = platform or jax.default_backend()
         self._choices: dict[Operation, Choice] = {
             name: choose(name, forms.get(name), self._platform) for name in OPERATIONS

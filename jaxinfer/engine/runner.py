@@ -19,13 +19,14 @@ from jaxinfer.engine.batches import Layout, pack_decodes, pack_prefill
 from jaxinfer.engine.cache import cache_dtype, pages_per_sequence, pool_bytes, pool_pages
 from jaxinfer.engine.compilation import Progress, compile_all, compile_counter, enable_persistent_cache
 from jaxinfer.engine.ops import Kernel, shapes_of
-from jaxinfer.engine.sharding import make_mesh, param_shardings
+from jaxinfer.engine.sharding import make_mesh, param_shardings, platform_of
 from jaxinfer.engine.state import EngineState, make_state
 from jaxinfer.engine.steps import Program, decode_step, prefill_step, seat_step
 from jaxinfer.errors import ConfigError, EngineFault
 from jaxinfer.model.quantised import bytes_per_weight, describe, spread_all
 from jaxinfer.plan import DecodeRow, Limits, PrefillChunk, RowParams, Seat, StepPlan, StepTokens
 from jaxinfer.request import MAX_LOGPROBS, SampledToken, SamplingParams
+from pallas_kernels import dispatch
 
 
 def engine_dtype(engine: EngineConfig) -> str:
@@ -231,8 +232,17 @@ class EngineRunner:
 
 def _program(config: ModelConfig, engine: EngineConfig, params: Any, held: Any, layout: Layout, mesh: Mesh) -> Program:
     dtype, traced_with = jnp.dtype(engine_dtype(engine)), (engine, shapes_of(params))
+    check_kernels(engine, platform_of(mesh))
     try:
         return Program.build(config, dtype, held, layout, mesh, dict(engine.kernels), traced_with=traced_with)
+    except ValueError as error:
+        raise ConfigError(f"kernels: {error}") from None
+
+
+def check_kernels(engine: EngineConfig, platform: str | None = None) -> None:
+    """Raises ConfigError for a kernel that does not exist, or that `platform`, if it is given, cannot run."""
+    try:
+        dispatch.check(dict(engine.kernels), platform)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from None
 

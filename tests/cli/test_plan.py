@@ -35,6 +35,8 @@ def test_plan_says_what_fits_and_how_fast_without_loading(code, tiny_path, capsy
     assert [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:] == ["H100", "TPU v6e"]
     assert code(*arguments, "--chip", "abacus") == 2
     assert code(*arguments, "--chip", "4") == 2  # TPU v4 and L4
+    assert code(*arguments, "--chip", "L4", "--kernel", "kv_write=tpu") == 0
+    assert code(*arguments, "--chip", "L4", "--kernel", "kv_write=bogus") == 2
 
 
 def test_plan_counts_the_weights_and_those_that_a_token_passes(code, tiny_path, capsys):

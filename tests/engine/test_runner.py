@@ -313,7 +313,7 @@ def test_a_kernel_asked_for_by_name_runs_or_fails_loudly(monkeypatch):
     named = replace(ENGINE, kernels=(("kv_write", "reference"),))
     kernels = {kernel.operation: kernel for kernel in build(named).kernels}
     assert (kernels["kv_write"].form, kernels["kv_write"].why) == ("reference", "asked for by name")
-    for wrong in (("kv_write", "fast"), ("attention", "xla")):
+    for wrong in (("kv_write", "fast"), ("attention", "xla"), ("kv_write", "tpu")):
         with pytest.raises(ConfigError, match=rf"kernels: .*{wrong[0]}.*expected"):
             build(replace(ENGINE, kernels=(wrong,)))
 

@@ -62,6 +62,31 @@ def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
         choose("kv_write", "fast", "cpu")
 
 
+@pytest.mark.parametrize(
+    ("names", "platform", "complaint"),
+    [
+        ({"attention": "xla"}, None, "no operation 'attention'; expected one of paged_decode_attention"),
+        ({"kv_write": "fast"}, "tpu", "kv_write has no form 'fast'; expected one of"),
+        (
+            {"kv_write": "tpu"},
+            "cpu",
+            r"kv_write=tpu runs on tpu, and this is cpu; expected one of \['xla', 'reference'\]",
+        ),
+        ({"quant_matmul": "xla", "kv_write": "gpu"}, "tpu", "kv_write=gpu runs on gpu, and this is tpu"),
+    ],
+)
+def test_names_that_cannot_run_are_found_beforehand(
+    names: dict[str, str], platform: str | None, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        dispatch.check(names, platform)
+
+
+def test_names_that_can_run_are_let_through() -> None:
+    dispatch.check({"kv_write": "tpu", "quant_matmul": "gpu"})
+    dispatch.check({"kv_write": "gpu", "quant_matmul": "xla"}, "gpu")
+
+
 def test_a_fault_inside_a_form_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(number: int) -> int:
         raise TypeError(f"{number} is not an array")
