@@ -24,6 +24,8 @@ KEYS, KEYS_FLOAT32 = 512, 256
 """Keys that are met at once."""
 HEADS, GROUP = 4, 32
 """Most key heads of a program, and most query heads of each."""
+PAGE_NUMBERS = 1 << 18
+"""Most numbers of a head's keys in a page. Of twice as many v5e's compiler keeps more than is counted here."""
 VMEM_BYTES = 15 << 20
 """Of what `_vmem_bytes` counts: all but one of the 16 MiB. The compiler was not seen to take more than is counted, but
 for 0.2 MiB where bfloat16 is multiplied (docs/notes/013)."""
@@ -67,16 +69,19 @@ class Blocks:
 def choose_blocks(queries: Queries, pages: Pages) -> Blocks:
     """The largest blocks that fit into VMEM.
 
-    Raises NotImplementedError for page sizes that do not fill whole lanes, and where not even the smallest fit.
+    Raises NotImplementedError for page sizes that do not fill whole lanes, for pages of more than PAGE_NUMBERS, and
+    where not even the smallest blocks fit.
     """
-    b = page_shape(pages)[3]
+    *_, b, c = page_shape(pages)
     if b % LANES and LANES % b:
         raise NotImplementedError(f"pages of {b} tokens: the kernel takes divisors and multiples of {LANES}")
+    most = PAGE_NUMBERS // (-(-c // LANES) * LANES)
+    if b > most:
+        raise NotImplementedError(f"pages of {b} tokens: of {c} features at most {most} fit into VMEM")
     for blocks in _largest_first(queries, pages):
         if _vmem_bytes(blocks, queries, pages) <= VMEM_BYTES:
             return blocks
-    c, stored = queries.shape[-1], jax.tree.leaves(pages)[0].dtype
-    raise NotImplementedError(f"pages of {b} tokens of {c} features, {stored}: two of a head do not fit into VMEM")
+    raise NotImplementedError(f"{TILE} queries of {c} features and pages of {b} tokens do not fit into VMEM")
 
 
 def _largest_first(queries: Queries, pages: Pages) -> Iterator[Blocks]:

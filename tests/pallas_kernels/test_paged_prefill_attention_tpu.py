@@ -127,8 +127,8 @@ TAKEN = {
     "gemma2-9b, float32": ((512, 8, 2, 256), "float32", (2, 64), "float32", (2, 256, 4)),
     "gemma2-9b, int8": ((512, 8, 2, 256), "bfloat16", (2, 64), "int8", (4, 256, 8)),
     "gemma2-9b, a short chunk": ((40, 8, 2, 256), "float32", (2, 64), "float32", (4, 48, 4)),
-    "large pages": ((512, 4, 4, 128), "bfloat16", (2, 2048), "bfloat16", (2, 128, 1)),
-    "large pages, fewer tokens": ((512, 1, 8, 256), "float32", (2, 2048), "float32", (1, 16, 1)),
+    "large pages": ((512, 1, 8, 256), "float32", (2, 1024), "float32", (1, 64, 1)),
+    "many features, fewer tokens": ((512, 2, 8, 1280), "float32", (2, 64), "float32", (1, 16, 4)),
     "deepseek-v3": ((512, 1, 128, 576), "bfloat16", (1, 64), "bfloat16", (1, 16, 8)),
 }
 
@@ -142,9 +142,9 @@ def test_a_block_is_as_large_as_pays_and_fits(name: str) -> None:
 
 
 def trace(
-    page_size: int = 16, width: int = 1, of: str = "float32", stored: str = "float32", scale: float = 1.0
+    page_size: int = 16, width: int = 1, of: str = "float32", stored: str = "float32", scale: float = 1.0, c: int = 8
 ) -> None:
-    queries, pages = jnp.zeros((1, 5, 1, 1, 8), of), jnp.zeros((3, 2, 1, page_size, 8), stored)
+    queries, pages = jnp.zeros((1, 5, 1, 1, c), of), jnp.zeros((3, 2, 1, page_size, c), stored)
     table, positions, lengths = (jnp.zeros(shape, jnp.int32) for shape in ((1, width), (1, 5), (1,)))
     form = partial(tpu.paged_prefill_attention, window=None, scale=scale, softcap=None)
     jax.eval_shape(form, queries, pages, table, positions, lengths)
@@ -154,7 +154,8 @@ def trace(
     ("changed", "reason"),
     [
         ({"page_size": 24}, "pages of 24 tokens"),
-        ({"page_size": 8192}, "pages of 8192 tokens of 8 features, float32: two of a head do not fit into VMEM"),
+        ({"page_size": 1024, "c": 300}, "pages of 1024 tokens: of 300 features at most 682 fit into VMEM"),
+        ({"c": 5_000}, "16 queries of 5000 features and pages of 16 tokens do not fit"),
         ({"width": 300_000}, "page table of 300000 pages a row: at most 131072 fit in SMEM"),
         ({"scale": 0.0}, "scale of 0"),
         ({"of": "float16", "stored": "bfloat16"}, "queries of float16"),
