@@ -50,8 +50,8 @@ def in_int8(case: Case) -> tuple[Case, Case]:
     return case._replace(pages=pages), case._replace(pages=jax.jit(as_float32)(pages))
 
 
-ROUNDED = {"rtol": 2**-7, "atol": 2**-8}
-"""Tolerances where weights and the result are rounded to bfloat16: each is off by 2 ** -9 of itself at most, once or
+ROUNDED = (2**-7, 2**-8)
+"""Relative and absolute tolerance where weights and the result are rounded to bfloat16: each is off by 2 ** -9 of itself at most, once or
 twice, and values are of size 1."""
 
 

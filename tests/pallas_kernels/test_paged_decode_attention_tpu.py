@@ -62,7 +62,7 @@ def test_real_shapes_are_the_references(shape: Shape, dtype: str) -> None:
     shape = replace(shape, kv_heads=min(shape.kv_heads, 2))
     case, wide = in_dtype(make_case(shape, [shape.length // 3, shape.length]), dtype)
     expected, got = (np.asarray(x, np.float32) for x in (run_reference(wide, shape), run_kernel(case, shape)))
-    np.testing.assert_allclose(got, expected, **({"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else ROUNDED))
+    np.testing.assert_allclose(got, expected, *((1e-4, 1e-5) if dtype == "float32" else ROUNDED))
 
 
 @pytest.mark.usefixtures("blocks_of_128")
@@ -94,7 +94,7 @@ def test_int8_pages_are_met_as_the_numbers_they_stand_for(shape: Shape, lengths:
     expected, got = (
         np.asarray(run(some, shape), np.float32) for run, some in ((run_reference, wide), (run_kernel, case))
     )
-    np.testing.assert_allclose(got, expected, **ROUNDED)
+    np.testing.assert_allclose(got, expected, *ROUNDED)
 
 
 @pytest.mark.usefixtures("blocks_of_128")
