@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -47,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     if options.part:
         return _carry_out(options)
+    if not options.small and (platform := _platform(options)) != "gpu":
+        print(
+            f"JAX sees {platform}; expected a GPU: there is none, or no `jax[cuda13]`. --small does all of it on CPU",
+            file=sys.stderr,
+        )
+        return 4
     return _check(options)
 
 
@@ -63,6 +70,16 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.budget is None:
         options.budget = SMALL_BUDGET if options.small else BUDGET
     return options
+
+
+def _platform(options: argparse.Namespace) -> str:
+    """What JAX runs on by default, asked in a process of its own, as one that has asked keeps the device."""
+    path = os.pathsep.join(filter(None, (options.packages, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=False
+    )
+    return done.stdout.strip() or "nothing, and says why above"
 
 
 def _carry_out(options: argparse.Namespace) -> int:

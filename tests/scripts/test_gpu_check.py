@@ -1,6 +1,7 @@
 """The check for a machine with a GPU: all of it on CPU in small, and what it says where something goes wrong."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -195,3 +196,13 @@ def test_a_step_that_fails_leaves_the_next_one_a_state(jobs: Any, monkeypatch: p
         with pytest.raises(RuntimeError, match="out of memory"):
             bench.time("decode", 2)
         assert bench.time("prefill", 16) >= 0
+
+
+def test_without_a_gpu_it_says_so_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, CHECK], capture_output=True, text=True, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == (
+        "JAX sees cpu; expected a GPU: there is none, or no `jax[cuda13]`. --small does all of it on CPU\n"
+    )
