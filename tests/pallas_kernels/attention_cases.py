@@ -51,8 +51,8 @@ def in_int8(case: Case) -> tuple[Case, Case]:
 
 
 ROUNDED = (2**-7, 2**-8)
-"""Relative and absolute tolerance where weights and the result are rounded to bfloat16: each is off by 2 ** -9 of itself at most, once or
-twice, and values are of size 1."""
+"""Relative and absolute tolerance where weights and the result are rounded to bfloat16: each is off by 2 ** -9 of its
+size at most, once or twice, and values are of size 1."""
 
 
 def in_dtype(case: Case, dtype: str) -> tuple[Case, Case]:
