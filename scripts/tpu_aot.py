@@ -16,6 +16,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: it shall not look
 import typer
 from aot import libtpu, table
 from aot.chips import GENERATIONS, generation
+from aot.compiling import mesh
 from aot.figures import loop_lines, measure
 from aot.kernels import DTYPES, cases
 from aot.steps import KINDS, Serving, config_of
@@ -101,6 +102,9 @@ def kernel(
     libtpu.start(library)
     for case in cases(operation, tuple(dtype or DTYPES), shape):
         for name in chip or GENERATIONS:
+            if refusal := case.refusal(mesh(generation(name).name)):
+                print(f"{name} {case} is left to XLA: {refusal}", file=sys.stderr)
+                continue
             found, schedule = measure(case, name)
             print(json.dumps(asdict(found)) if as_json else found.line(), flush=True)
             if loops:
