@@ -168,23 +168,16 @@ def given_name(call: str) -> str:
     return call.partition(".")[0]
 
 
-def dumped_name(call: str) -> str:
-    """What the compiler calls it in the names of its dumps: with the number alone."""
-    name, *added = call.split(".")
-    return ".".join((name, *(number for number in added[:1] if number.isdigit())))
-
-
 def read_kernels(folder: Path, names: Sequence[str], chip: Generation) -> dict[str, Schedule]:
     """What the compiler wrote about the operations of these names.
 
     Raises ValueError where it wrote of none of a given name.
     """
     files: dict[str, dict[str, Path]] = {name: {} for name in names}
-    calls = {dumped_name(name): name for name in names}
     for path in folder.iterdir():
         match = DUMP.match(path.name)
-        if match and match["operation"] in calls:
-            files[calls[match["operation"]]][match["label"]] = path
+        if match and match["operation"] in files:
+            files[match["operation"]][match["label"]] = path
     whole = {name: of for name, of in files.items() if of.keys() == {BUNDLES, SLOTS}}
     if lost := {given_name(name) for name in files} - {given_name(name) for name in whole}:
         raise ValueError(

@@ -123,11 +123,9 @@ def test_a_loop_of_copies_runs_as_often_as_one_says_and_the_loop_around_it_is_th
     assert replace(outer, inner=(replace(loop, awaited=None),)).turn(copies=16) == (14 + 16 * 6, None)
 
 
-def test_a_call_is_known_by_the_name_it_was_given_and_its_dumps_by_that_and_its_number(aot):
-    compiling = aot["compiling"]
-    calls = ["kv_write", "kv_write.4", "kv_write.4.pool_0_", "kv_write.pool_0_"]
-    assert {compiling.given_name(call) for call in calls} == {"kv_write"}
-    assert [compiling.dumped_name(call) for call in calls] == ["kv_write", "kv_write.4", "kv_write.4", "kv_write"]
+def test_a_call_is_known_by_the_name_it_was_given(aot):
+    calls = ["kv_write", "kv_write.4", "kv_write.4.pool_0_", "kv_write.pool_0_"]  # the latter of libtpu 0.0.50
+    assert {aot["compiling"].given_name(call) for call in calls} == {"kv_write"}
 
 
 def test_clocks_are_what_the_peaks_of_the_data_sheets_say(aot):
