@@ -9,19 +9,23 @@ python scripts/gpu_check.py --small                           the same on CPU: t
 import argparse
 import importlib.util
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpu.jobs import Job, Row
+    from gpu.jobs import Clock, Job, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("jax", "flax", "numpy", "jaxtyping", "psutil")
@@ -48,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     if options.part:
         return _carry_out(options)
+    if options.json and (complaint := _unwritable(Path(options.json))):
+        print(f"--json: {complaint}", file=sys.stderr)
+        return 2
     if not options.small and (platform := _platform(options)) != "gpu":
         print(
             f"JAX sees {platform}; expected a GPU: there is none, or no `jax[cuda13]`. --small does all of it on CPU",
@@ -105,15 +112,32 @@ def _jobs(part: str, small: bool) -> "list[Job]":
     return speed_jobs(small)
 
 
+def _unwritable(file: Path) -> str:
+    """Why nothing can be written there; "" where it can."""
+    try:
+        file.touch()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _clock() -> "Clock":
+    """Seconds; from a SIGINT or SIGTERM on all time is over, so that every part ends and what was found is shown."""
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    return lambda: math.inf if stopped.is_set() else time.monotonic()
+
+
 def _check(options: argparse.Namespace) -> int:
     from gpu.table import exit_code, table
 
-    begin = time.monotonic()
+    clock, begin = _clock(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        kernels_end = begin + KERNELS_SHARE * options.budget
-        rows = _together(KERNELS, options, Path(folder), kernels_end)
+        run = partial(_apart, options=options, folder=Path(folder), clock=clock)
+        rows = _together(KERNELS, partial(run, deadline=begin + KERNELS_SHARE * options.budget))
         for part in TIMINGS:  # one after the other: each has the device to itself
-            rows += _apart(part, options, Path(folder), begin + options.budget)
+            rows += run(part, deadline=begin + options.budget)
     spent = time.monotonic() - begin
     if options.json:
         Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
@@ -122,29 +146,20 @@ def _check(options: argparse.Namespace) -> int:
     return exit_code(rows)
 
 
-def _together(parts: Sequence[str], options: argparse.Namespace, folder: Path, deadline: float) -> "list[Row]":
+def _together(parts: Sequence[str], run: "Callable[[str], list[Row]]") -> "list[Row]":
     """Rows of parts that may run at once."""
-    found: dict[str, list[Row]] = {}
-
-    def run(part: str) -> None:
-        found[part] = _apart(part, options, folder, deadline)
-
-    threads = [threading.Thread(target=run, args=(part,)) for part in parts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [row for part in parts for row in found[part]]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return [row for rows in pool.map(run, parts) for row in rows]
 
 
-def _apart(part: str, options: argparse.Namespace, folder: Path, deadline: float) -> "list[Row]":
+def _apart(part: str, options: argparse.Namespace, folder: Path, clock: "Clock", deadline: float) -> "list[Row]":
     from gpu.jobs import run_apart
 
     report = folder / f"{part.replace(' ', '-')}.jsonl"
     command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--part", part, "--report", str(report)]
     command += ["--small"] if options.small else []
     command += ["--packages", options.packages] if options.packages else []
-    rows = list(run_apart(part, command, report, deadline, _environment(part, options.small)))
+    rows = list(run_apart(part, command, report, deadline, _environment(part, options.small), clock=clock))
     print(f"{part}: {len(rows)} rows", file=sys.stderr, flush=True)
     return rows
 

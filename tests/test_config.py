@@ -54,6 +54,8 @@ def test_a_model_that_cannot_work_is_refused_by_name(change, named):
         (lambda: EngineConfig(slots=0), "slots"),
         (lambda: EngineConfig(context=1), "context"),
         (lambda: EngineConfig(queue=0), "queue"),
+        (lambda: EngineConfig(chunk=0), "at least one page"),
+        (lambda: EngineConfig(kernels=(("kv_write", "xla"), ("kv_write", "tpu"))), "kv_write=xla, kv_write=tpu"),
         (lambda: EngineConfig(chunk=100), "chunk"),
         (lambda: EngineConfig(dtype="int8"), "dtype"),
     ],

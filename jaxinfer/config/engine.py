@@ -27,7 +27,8 @@ class CacheConfig:
     dtype: KVDTypeName | None = None
 
     def __post_init__(self) -> None:
-        require(self.tokens in (8, 16, 32, 64, 128, 256), f"page_size is {self.page_size}; expected 8, 16 ... 256")
+        sizes = (8, 16, 32, 64, 128, 256)
+        require(self.tokens in sizes, f"page_size is {self.page_size}; expected one of {', '.join(map(str, sizes))}")
         require(self.pages is None or self.pages > 0, f"pages is {self.pages}; expected a positive number")
         require(0 < self.memory_fraction <= 0.95, f"memory_fraction is {self.memory_fraction}; expected 0 to 0.95")
         names = get_args(KVDTypeName)
@@ -88,7 +89,12 @@ class EngineConfig:
         require(self.queue >= 1, f"queue is {self.queue}; expected 1 or more")
         require(
             self.chunk > 0 and self.chunk % self.cache.tokens == 0,
-            f"chunk is {self.chunk}; expected a multiple of page_size {self.cache.tokens}",
+            f"chunk is {self.chunk}; expected a multiple of page_size {self.cache.tokens}, at least one page",
+        )
+        operations = [operation for operation, _ in self.kernels]
+        require(
+            len(operations) == len(set(operations)),
+            f"kernels are {', '.join(map('='.join, self.kernels))}; expected one form of each operation",
         )
 
     @property

@@ -72,7 +72,7 @@ def paged_prefill_attention(
         state = _join_sinks(state, chunk, sinks)
     state = _meet_past(state, chunk, pages, how)
     mixed = jnp.moveaxis(average(state).reshape(chunk.queries.shape), 3, 1)
-    return mixed.astype(queries.dtype)
+    return jnp.where(positions[:, :, None, None, None] >= 0, mixed, 0.0).astype(queries.dtype)
 
 
 def _meet_own(chunk: Chunk, pages: Pages, how: How) -> Softmax:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -206,3 +208,40 @@ def test_without_a_gpu_it_says_so_at_once() -> None:
     assert done.stderr == (
         "JAX sees cpu; expected a GPU: there is none, or no `jax[cuda13]`. --small does all of it on CPU\n"
     )
+
+
+def test_a_file_that_cannot_be_written_is_found_before_anything_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, CHECK, "--small", "--json", tmp_path / "none" / "x.json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("--json: [Errno 2] No such file or directory")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_process_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    check = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import signal, runpy, sys; signal.signal({number}, signal.default_int_handler); "
+            f"sys.argv = ['x', '--small']; runpy.run_path({str(CHECK)!r}, run_name='__main__')",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    while len(list(tmp_path.glob("*/*.log"))) < len(OPERATIONS):
+        assert check.poll() is None
+        time.sleep(0.05)
+    children = psutil.Process(check.pid).children(recursive=True)
+    check.send_signal(number)
+    said, _ = check.communicate()
+    assert "not run" in said
+    assert check.returncode in (1, 2)
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not list(tmp_path.iterdir())
