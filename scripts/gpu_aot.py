@@ -64,11 +64,13 @@ def _named(given: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
 def _jobs(
     kernels: tuple[str, ...], models: tuple[str, ...], dtypes: tuple[str, ...], shape: str
 ) -> list[cuda_table.Job]:
-    """Raises ValueError for a kernel or a model that does not exist."""
+    """Raises ValueError for what does not exist, and for nothing at all."""
     jobs: list[cuda_table.Job] = [case for name in kernels for case in cases(name, dtypes, shape, "gpu")]
     for model in models:
         config_of(model)
         jobs += [cuda_table.StepJob(model, kind, Serving()) for kind in KINDS]
+    if not jobs:
+        raise ValueError(f"nothing to compile: no kernel with a shape that has {shape!r} in its name, and no model")
     return jobs
 
 

@@ -8,6 +8,7 @@ python scripts/tpu_aot.py kernel paged_decode_attention --shape "llama3-8b 16" -
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -100,13 +101,15 @@ def kernel(
 ) -> None:
     """Compile one kernel and print its figures, a line a case; for tuning. A fault of the kernel is raised."""
     libtpu.start(library)
-    for case in cases(operation, tuple(dtype or DTYPES), shape):
+    found = list(cases(operation, tuple(dtype or DTYPES), shape))
+    _require_some(found, shape)
+    for case in found:
         for name in chip or GENERATIONS:
             if refusal := case.refusal(mesh(generation(name).name)):
                 print(f"{name} {case} is left to XLA: {refusal}", file=sys.stderr)
                 continue
-            found, schedule = measure(case, name)
-            print(json.dumps(asdict(found)) if as_json else found.line(), flush=True)
+            figures, schedule = measure(case, name)
+            print(json.dumps(asdict(figures)) if as_json else figures.line(), flush=True)
             if loops:
                 print("\n".join(loop_lines(schedule, generation(name))), flush=True)
 
@@ -119,12 +122,18 @@ def _named(given: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _jobs(kernels: tuple[str, ...], models: tuple[str, ...], dtypes: tuple[str, ...], shape: str) -> list[table.Job]:
-    """Raises ValueError for a kernel or a model that does not exist."""
+    """Raises ValueError for what does not exist, and for nothing at all."""
     jobs: list[table.Job] = [case for name in kernels for case in cases(name, dtypes, shape)]
     for model in models:
         config_of(model)
         jobs += [table.StepJob(model, kind, Serving()) for kind in KINDS]
+    _require_some(jobs, shape)
     return jobs
+
+
+def _require_some(jobs: Sequence[table.Job], shape: str) -> None:
+    if not jobs:
+        raise ValueError(f"nothing to compile: no kernel with a shape that has {shape!r} in its name, and no model")
 
 
 if __name__ == "__main__":

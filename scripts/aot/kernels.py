@@ -89,10 +89,12 @@ def _pallas_calls(jaxpr: Any) -> Iterator[Any]:
 def cases(operation: str, dtypes: tuple[str, ...] = DTYPES, shapes: str = "", form: str = "tpu") -> Iterator[Case]:
     """Cases of a form of an operation whose shape has `shapes` in its name (of quant_matmul with the number of rows).
 
-    Raises ValueError for an operation that does not exist.
+    Raises ValueError for an operation or a dtype that does not exist.
     """
     if operation not in OPERATIONS:
         raise ValueError(f"no operation {operation!r}; expected one of {', '.join(OPERATIONS)}")
+    if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
+        raise ValueError(f"no dtype {unknown[0]!r} of a kernel's pages; expected one of {', '.join(DTYPES)}")
     kernel = getattr(importlib.import_module(f"pallas_kernels.{operation}.{form}"), operation)
     named = importlib.import_module(f"pallas_kernels.{operation}.shapes").SHAPES
     make = {"kv_write": _write, "quant_matmul": _matmul}.get(operation, _attention)

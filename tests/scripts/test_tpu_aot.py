@@ -195,6 +195,8 @@ def test_the_tables_say_what_was_found(aot, outcomes):
     [
         (["--chip", "v7"], "no TPU generation 'v7'"),
         (["--kernel", "softmax"], "no operation 'softmax'"),
+        (["--kernel", "kv_write", "--dtype", "float99"], "no dtype 'float99' of a kernel's pages"),
+        (["--model", "none", "--shape", "zzz"], "nothing to compile: no kernel with a shape that has 'zzz'"),
         (["--kernel", "none", "--model", "gpt"], "no model 'gpt'"),
         (["--libtpu", "no/such/folder"], "no libtpu.so in no/such/folder"),
         (["--chip", "v6e", "kernel", "kv_write"], "options of kernel come behind it; got some before it"),
