@@ -1,5 +1,8 @@
-"""Compiles for a TPU without one, and reads what the compiler made: memory, HLO, and the cost of each Pallas kernel.
+"""Compiles for accelerators that are not there, and reads what the compiler made: memory, HLO, each kernel's cost.
 
-`libtpu` finds and starts the compiler, `chips` says what the chips are, `compiling` compiles and collects, `bundles`
-reads the scheduled code. Nothing here runs on a TPU, so nothing here is a time: docs/tpu.md says what the counts mean.
+For TPUs: `libtpu` finds and starts the compiler, `chips` says what the chips are, `compiling` compiles and collects,
+`bundles` reads the scheduled code, `figures` and `table` make of it what scripts/tpu_aot.py prints. For an H200: `cuda`
+starts, describes, compiles and collects, `sass` reads the machine code, `cuda_table` makes of it what scripts/gpu_aot.py
+prints. `kernels` and `steps` are what is compiled, for both. Nothing here runs on an accelerator, so nothing here is a
+time: docs/tpu.md and docs/gpu.md say what the counts mean.
 """
