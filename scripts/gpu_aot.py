@@ -16,7 +16,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: it shall not look
 import typer
 from aot import cuda, cuda_table
 from aot.kernels import cases
-from aot.steps import KINDS, Serving, config_of
+from aot.steps import KINDS, Serving, StepJob, config_of
 from aot.table import aligned, piped
 from published import PUBLISHED
 from tqdm import tqdm
@@ -68,7 +68,7 @@ def _jobs(
     jobs: list[cuda_table.Job] = [case for name in kernels for case in cases(name, dtypes, shape, "gpu")]
     for model in models:
         config_of(model)
-        jobs += [cuda_table.StepJob(model, kind, Serving()) for kind in KINDS]
+        jobs += [StepJob(model, kind, Serving()) for kind in KINDS]
     if not jobs:
         raise ValueError(f"nothing to compile: no kernel with a shape that has {shape!r} in its name, and no model")
     return jobs

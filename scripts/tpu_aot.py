@@ -20,7 +20,7 @@ from aot.chips import GENERATIONS, generation
 from aot.compiling import mesh
 from aot.figures import loop_lines, measure
 from aot.kernels import DTYPES, cases
-from aot.steps import KINDS, Serving, config_of
+from aot.steps import KINDS, Serving, StepJob, config_of
 from published import PUBLISHED
 from tqdm import tqdm
 
@@ -126,7 +126,7 @@ def _jobs(kernels: tuple[str, ...], models: tuple[str, ...], dtypes: tuple[str, 
     jobs: list[table.Job] = [case for name in kernels for case in cases(name, dtypes, shape)]
     for model in models:
         config_of(model)
-        jobs += [table.StepJob(model, kind, Serving()) for kind in KINDS]
+        jobs += [StepJob(model, kind, Serving()) for kind in KINDS]
     _require_some(jobs, shape)
     return jobs
 

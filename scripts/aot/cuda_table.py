@@ -6,7 +6,8 @@ from typing import Any
 
 from aot import cuda
 from aot.kernels import Case, page_bytes
-from aot.steps import Kind, Serving, build, config_of
+from aot.steps import StepJob, build, config_of
+from aot.table import first_line
 from pallas_kernels.gpu_attention import KEYS
 from pallas_kernels.pages import page_shape
 
@@ -56,18 +57,6 @@ class Figures:
     seconds: float
 
 
-@dataclass(frozen=True)
-class StepJob:
-    """A step of a model of two layers to compile, with the Pallas forms."""
-
-    model: str
-    kind: Kind
-    serving: Serving
-
-    def __str__(self) -> str:
-        return f"{self.model} {self.kind}"
-
-
 Job = Case | StepJob
 
 
@@ -98,8 +87,7 @@ def run(job: Job) -> Outcome:
     try:
         return Outcome(job, measure(job)[0] if isinstance(job, Case) else compile_step(job))
     except Exception as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-        return Outcome(job, fault=f"{type(error).__name__}: {first[:300]}")
+        return Outcome(job, fault=f"{type(error).__name__}: {first_line(error)}")
 
 
 def measure(case: Case) -> tuple[Figures, cuda.Program]:
@@ -136,7 +124,7 @@ def block_bytes(case: Case) -> float:
 
 
 def compile_step(job: StepJob) -> cuda.Program:
-    """Compile a step of the engine with the Pallas forms. Raises what the compiler raises."""
+    """Compile a step of the engine, of two layers, with the Pallas forms. Raises what the compiler raises."""
     config = replace(config_of(job.model), layers=LAYERS, context=job.serving.context)
     step, args, program = build(config, job.kind, job.serving, cuda.mesh(), FORMS)
     return cuda.compile_lowered(lambda: step.lower(*args, program=program))

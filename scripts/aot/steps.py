@@ -58,6 +58,18 @@ class Serving:
 
 
 @dataclass(frozen=True)
+class StepJob:
+    """A step to compile."""
+
+    model: str
+    kind: Kind
+    serving: Serving
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.kind}"
+
+
+@dataclass(frozen=True)
 class Step:
     """One step compiled: of which model, and over how many devices."""
 

@@ -8,7 +8,7 @@ from aot.chips import GENERATIONS
 from aot.compiling import mesh
 from aot.figures import Figures, measure
 from aot.kernels import Case
-from aot.steps import Kind, Serving, Step, compile_step, config_of
+from aot.steps import Step, StepJob, compile_step, config_of
 
 GIB = 2.0**30
 KERNEL_COLUMNS = (
@@ -23,18 +23,6 @@ KERNEL_COLUMNS = (
     "ratio",
 )
 STEP_COLUMNS = ("step", "chip", "devices", "GiB of each", "GiB it has", "kernels", "compiled in")
-
-
-@dataclass(frozen=True)
-class StepJob:
-    """A step to compile."""
-
-    model: str
-    kind: Kind
-    serving: Serving
-
-    def __str__(self) -> str:
-        return f"{self.model} {self.kind}"
 
 
 Job = Case | StepJob
@@ -81,12 +69,13 @@ def run(job: Job, chip: str) -> Outcome:
             return Outcome(job, chip, measure(job, chip)[0])
         step = compile_step(config_of(job.model), job.kind, chip, job.serving)
     except Exception as error:
-        return Outcome(job, chip, fault=f"{type(error).__name__}: {_first_line(error)}")
+        return Outcome(job, chip, fault=f"{type(error).__name__}: {first_line(error)}")
     lacking = step.program.bytes - step.program.chip.device_memory
     return Outcome(job, chip, step, f"lacks {lacking / GIB:.2f} GiB on each device" if lacking > 0 else None)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line that an error says, 300 characters at most."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]
 
 

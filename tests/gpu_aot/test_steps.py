@@ -5,8 +5,8 @@ from functools import cache
 from math import prod
 
 import pytest
-from aot.cuda_table import LAYERS, StepJob, compile_step
-from aot.steps import Serving, config_of
+from aot.cuda_table import LAYERS, compile_step
+from aot.steps import Serving, StepJob, config_of
 
 from jaxinfer.engine.cache import pages_per_sequence
 

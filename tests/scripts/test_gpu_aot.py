@@ -132,6 +132,6 @@ def test_tables_have_a_row_for_what_was_compiled_and_a_line_for_what_was_not(aot
     assert rows[1][-3:] == ("512", "1,648", "0.55")
     assert outcomes[2].record() == {"job": str(case), "fault": "ValueError: no", "refusal": None}
     assert outcomes[0].record()["registers"] == 20
-    assert table.run(table.StepJob("no-such-model", "decode", aot["steps"].Serving())).fault.startswith(
+    assert table.run(aot["steps"].StepJob("no-such-model", "decode", aot["steps"].Serving())).fault.startswith(
         "ValueError: no model"
     )

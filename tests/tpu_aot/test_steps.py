@@ -7,8 +7,8 @@ from functools import cache
 from math import prod
 
 import pytest
-from aot.steps import Serving, compile_step, config_of, devices_for
-from aot.table import StepJob, run
+from aot.steps import Serving, StepJob, compile_step, config_of, devices_for
+from aot.table import run
 
 LAYERS = 2
 # A layer's pages are more than VMEM holds, where XLA would fetch a small pool as a whole.
