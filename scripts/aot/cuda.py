@@ -162,7 +162,7 @@ def start() -> Path:
     options = "--xla_gpu_autotune_level=0"  # nothing can be timed
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {options}".strip()
     os.environ["MOSAIC_GPU_DUMP_TO"] = _dumps.name
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else it warns that a GPU would let it choose a faster sort
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # JAX has set 1: it would warn that a GPU lets it choose a faster sort
     jax.devices()  # registers the plugin
     return Path(_dumps.name)
 
