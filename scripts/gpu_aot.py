@@ -15,8 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: it shall not look
 
 import typer
 from aot import cuda, cuda_table
-from aot.kernels import cases
-from aot.steps import KINDS, Serving, StepJob, config_of
+from aot.jobs import named, select
 from aot.table import aligned, piped
 from published import PUBLISHED
 from tqdm import tqdm
@@ -42,7 +41,7 @@ def main(
     Exit code 1 where one does not compile. Minutes for everything.
     """
     cuda.start()
-    jobs = _jobs(_named(kernel, OPERATIONS), _named(model, tuple(PUBLISHED)), tuple(dtype or DTYPES), shape)
+    jobs = select(named(kernel, OPERATIONS), named(model, tuple(PUBLISHED)), tuple(dtype or DTYPES), shape, "gpu")
     with tqdm(jobs, unit="program", disable=None) as bar:
         outcomes = [cuda_table.run(job) for job in bar]
     if as_json:
@@ -54,24 +53,6 @@ def main(
     faults = [f"{one.job}: {one.fault}" for one in outcomes if one.fault]
     print("\n".join([*notes, *faults]), file=sys.stderr)
     raise typer.Exit(1 if faults else 0)
-
-
-def _named(given: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """What was asked for, all of it by default."""
-    return () if given == ["none"] else tuple(given or known)
-
-
-def _jobs(
-    kernels: tuple[str, ...], models: tuple[str, ...], dtypes: tuple[str, ...], shape: str
-) -> list[cuda_table.Job]:
-    """Raises ValueError for what does not exist, and for nothing at all."""
-    jobs: list[cuda_table.Job] = [case for name in kernels for case in cases(name, dtypes, shape, "gpu")]
-    for model in models:
-        config_of(model)
-        jobs += [StepJob(model, kind, Serving()) for kind in KINDS]
-    if not jobs:
-        raise ValueError(f"nothing to compile: no kernel with a shape that has {shape!r} in its name, and no model")
-    return jobs
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ python scripts/tpu_aot.py kernel paged_decode_attention --shape "llama3-8b 16" -
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -19,8 +18,8 @@ from aot import libtpu, table
 from aot.chips import GENERATIONS, generation
 from aot.compiling import mesh
 from aot.figures import loop_lines, measure
+from aot.jobs import named, require_some, select
 from aot.kernels import DTYPES, cases
-from aot.steps import KINDS, Serving, StepJob, config_of
 from published import PUBLISHED
 from tqdm import tqdm
 
@@ -71,7 +70,7 @@ def everything(
             raise ValueError(f"options of {context.invoked_subcommand} come behind it; got some before it")
         return
     libtpu.start(library)
-    jobs = _jobs(_named(kernel, OPERATIONS), _named(model, tuple(PUBLISHED)), tuple(dtype or DTYPES), shape)
+    jobs = select(named(kernel, OPERATIONS), named(model, tuple(PUBLISHED)), tuple(dtype or DTYPES), shape, "tpu")
     pairs = [(job, generation(name).name) for name in chip or GENERATIONS for job in jobs]
     with tqdm(pairs, unit="program", disable=None) as bar:
         outcomes = []
@@ -102,7 +101,7 @@ def kernel(
     """Compile one kernel and print its figures, a line a case; for tuning. A fault of the kernel is raised."""
     libtpu.start(library)
     found = list(cases(operation, tuple(dtype or DTYPES), shape))
-    _require_some(found, shape)
+    require_some(found, shape)
     for case in found:
         for name in chip or GENERATIONS:
             if refusal := case.refusal(mesh(generation(name).name)):
@@ -112,28 +111,6 @@ def kernel(
             print(json.dumps(asdict(figures)) if as_json else figures.line(), flush=True)
             if loops:
                 print("\n".join(loop_lines(schedule, generation(name))), flush=True)
-
-
-def _named(given: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """What was asked for, all of it by default."""
-    if given == ["none"]:
-        return ()
-    return tuple(given or known)
-
-
-def _jobs(kernels: tuple[str, ...], models: tuple[str, ...], dtypes: tuple[str, ...], shape: str) -> list[table.Job]:
-    """Raises ValueError for what does not exist, and for nothing at all."""
-    jobs: list[table.Job] = [case for name in kernels for case in cases(name, dtypes, shape)]
-    for model in models:
-        config_of(model)
-        jobs += [StepJob(model, kind, Serving()) for kind in KINDS]
-    _require_some(jobs, shape)
-    return jobs
-
-
-def _require_some(jobs: Sequence[table.Job], shape: str) -> None:
-    if not jobs:
-        raise ValueError(f"nothing to compile: no kernel with a shape that has {shape!r} in its name, and no model")
 
 
 if __name__ == "__main__":

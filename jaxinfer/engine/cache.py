@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxinfer.arrays import Pages
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.lanes import page_lanes
-from jaxinfer.engine.sharding import pages_sharding, splits_pages
+from jaxinfer.engine.sharding import pages_sharding, platform_of, splits_pages
 from jaxinfer.errors import ConfigError
 from pallas_kernels.pages import empty_pages
 
@@ -99,7 +99,7 @@ def make_pages(config: ModelConfig, pages: int, page_size: int, dtype: Any, mesh
     An array made elsewhere and moved would be copied, not donated, by the first step.
     """
     shardings = (pages_sharding(config, mesh),) * config.layers
-    layers, platform = range(config.layers), mesh.devices.flat[0].platform
+    layers, platform = range(config.layers), platform_of(mesh)
 
     def make() -> tuple[Pages, ...]:
         return tuple(_layer(config, pages, page_size, dtype, platform) for _ in layers)

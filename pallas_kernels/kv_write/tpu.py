@@ -9,7 +9,6 @@ read is full, and nobody writes it again; a page that is written belongs to one 
 """
 
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -148,16 +147,10 @@ def _call(
 
 def _slots(block: tuple[int, ...], new: tuple[int, ...], itemsize: int) -> int:
     """Items on their way: an even number, half of them coming and half going."""
-    size, beside = _padded(block, itemsize), _padded(new, itemsize)
+    size, beside = tpu_chip.vmem_bytes(block, itemsize), tpu_chip.vmem_bytes(new, itemsize)
     if 2 * (size + beside) > _ROOM:
         raise NotImplementedError(f"a group of slots takes {size} bytes; at most {_ROOM // 4} can be written at a time")
     return max(2, min(_MOST_SLOTS, _IN_FLIGHT // size, _ROOM // (size + beside)) // 2 * 2)
-
-
-def _padded(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes that an array takes in VMEM, in whole tiles."""
-    rows, tile = shape[-2], 32 // itemsize
-    return prod(shape[:-2]) * -(-rows // tile) * tile * -(-shape[-1] // 128) * 128 * itemsize
 
 
 def _kernel(*refs: Any) -> None:

@@ -6,7 +6,6 @@ serves all.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.arrays import Int8Pages, Pages, Queries
 from pallas_kernels.pages import page_shape
+from pallas_kernels.tpu_chip import LANES, vmem_bytes
 
-LANES = 128
 TILE = 16
 """Tokens of a block are a multiple of it: a register holds 16 rows of bfloat16."""
 ROWS = 512
@@ -112,18 +111,12 @@ def _vmem_bytes(blocks: Blocks, queries: Queries, pages: Pages) -> int:
     """
     _, planes, k, b, c = page_shape(pages)
     keys, size = blocks.pages * b, jax.tree.leaves(pages)[0].dtype.itemsize
-    rooms = 2 * _padded((planes, blocks.heads, blocks.pages, b, c), size)
+    rooms = 2 * vmem_bytes((planes, blocks.heads, blocks.pages, b, c), size)
     if isinstance(pages, Int8Pages):
-        rooms += 2 * _padded((blocks.pages, planes, k, b), 4)
-    state = _padded((blocks.heads, blocks.rows, 2 * LANES), 4) + _padded((blocks.heads, blocks.rows, c), 4)
-    moving = 4 * blocks.heads * blocks.group * _padded((blocks.tokens, c), queries.dtype.itemsize)
+        rooms += 2 * vmem_bytes((blocks.pages, planes, k, b), 4)
+    state = vmem_bytes((blocks.heads, blocks.rows, 2 * LANES), 4) + vmem_bytes((blocks.heads, blocks.rows, c), 4)
+    moving = 4 * blocks.heads * blocks.group * vmem_bytes((blocks.tokens, c), queries.dtype.itemsize)
     strips = blocks.together * blocks.rows
-    met = _padded((strips, c), jnp.dtype(blocks.dtype).itemsize) + _padded((strips, keys), 4)
-    pieces = _padded((planes, blocks.together, keys, c), 4) if blocks.dtype == jnp.float32 else 0
+    met = vmem_bytes((strips, c), jnp.dtype(blocks.dtype).itemsize) + vmem_bytes((strips, keys), 4)
+    pieces = vmem_bytes((planes, blocks.together, keys, c), 4) if blocks.dtype == jnp.float32 else 0
     return rooms + state + moving + met + pieces
-
-
-def _padded(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes that an array takes in VMEM, in whole tiles."""
-    rows, tile = shape[-2], 32 // itemsize
-    return prod(shape[:-2]) * -(-rows // tile) * tile * -(-shape[-1] // LANES) * LANES * itemsize

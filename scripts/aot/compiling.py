@@ -116,7 +116,7 @@ def compile_for(chip: str, function: Callable[..., Any], *args: Any, **kwargs: A
 def compile_lowered(chip: str, devices: Mesh, lower: Callable[[], jax.stages.Lowered]) -> Program:
     """Lower and compile. `lower` uses shapes whose shardings are on `devices`, a mesh of that generation."""
     folder = libtpu.start()
-    _empty(folder)
+    empty(folder)
     start = time.monotonic()
     with uncached(), jax.set_mesh(devices):  # Pallas asks the mesh, or else this machine's CPU, which TPU it is
         compiled = lower().compile()
@@ -125,7 +125,7 @@ def compile_lowered(chip: str, devices: Mesh, lower: Callable[[], jax.stages.Low
     text = compiled.as_text() or ""
     calls = pallas_calls(text)
     kernels = read_kernels(folder, calls, generation(chip))
-    _empty(folder)
+    empty(folder)
     return Program(
         chip=generation(chip),
         text=text,
@@ -154,7 +154,7 @@ def compile_all(chip: str, jobs: Mapping[str, Callable[[], jax.stages.Lowered]])
     with uncached(), ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {name: pool.submit(run, lower) for name, lower in jobs.items()}
         errors = {name: future.exception() for name, future in futures.items()}
-    _empty(folder)
+    empty(folder)
     return {name: error for name, error in errors.items() if isinstance(error, Exception)}
 
 
@@ -203,6 +203,7 @@ def uncached() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _empty(folder: Path) -> None:
+def empty(folder: Path) -> None:
+    """Remove what the compiler has written there."""
     shutil.rmtree(folder)
     folder.mkdir()

@@ -6,7 +6,6 @@ XLA's plugin for CUDA compiles for a GPU that is described to it, and Mosaic GPU
 
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from aot.compiling import uncached
+from aot.compiling import empty, uncached
 from aot.sass import Code, parse
 from jaxinfer.roofline import CHIPS
 
@@ -184,7 +183,7 @@ def on(devices: Mesh, tree: Any) -> Any:
 def compile_lowered(lower: Callable[[], jax.stages.Lowered]) -> Program:
     """Lower, of shapes that lie on `mesh`, and compile. Raises what the compiler raises."""
     folder = start()
-    _empty(folder)
+    empty(folder)
     begin = time.monotonic()
     with uncached():
         compiled = lower().compile()
@@ -194,7 +193,7 @@ def compile_lowered(lower: Callable[[], jax.stages.Lowered]) -> Program:
     kernels, hashes = list(_kernels(folder)), set(HASH.findall(text)) - _written.keys()
     if len(kernels) == len(hashes) == 1:  # of several nobody says which is which
         _written[hashes.pop()] = kernels[0]
-    _empty(folder)
+    empty(folder)
     return Program(
         text=text,
         calls=tuple(CALL.findall(text)),
@@ -229,8 +228,3 @@ def _number(pattern: str, text: str) -> int:
     if not found:
         raise ValueError(f"expected ptxas to say {pattern!r}; got {text[:200]!r}")
     return int(found[1])
-
-
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aot import cuda
+from aot.jobs import Job
 from aot.kernels import Case, page_bytes
 from aot.steps import StepJob, build, config_of
 from aot.table import first_line
@@ -55,9 +56,6 @@ class Figures:
     dma_cycles: float | None
     ratio: float | None
     seconds: float
-
-
-Job = Case | StepJob
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from aot.compiling import formats
 from pallas_kernels.arrays import Int8Pages
 from pallas_kernels.dispatch import OPERATIONS
 from pallas_kernels.pages import empty_pages
+from pallas_kernels.tpu_chip import vmem_bytes
 
 DTYPES = ("bfloat16", "float32", "int8")
 """Of pages. Queries of int8 pages are bfloat16."""
@@ -63,17 +63,13 @@ class Case:
     def fetched_bytes(self) -> int:
         """Bytes that the kernel's first scratch holds at once: it has two rooms, one of which fills as one is read.
 
-        As VMEM holds them: the last axis in multiples of 128, the one before in whole tiles of 32 bytes. 0 where the
-        kernel has no scratch.
+        As VMEM holds them; 0 where the kernel has no scratch.
         """
         (call,) = _pallas_calls(jax.make_jaxpr(self.jitted())(*self.args).jaxpr)
         scratch = call.params["grid_mapping"].scratch_avals
         if not scratch or getattr(scratch[0], "ndim", 0) < 2:
             return 0
-        *outer, rows, lanes = scratch[0].shape
-        size = scratch[0].dtype.itemsize
-        tile = 32 // size
-        return prod(outer) // 2 * (-(-rows // tile) * tile) * (-(-lanes // 128) * 128) * size
+        return vmem_bytes(scratch[0].shape, scratch[0].dtype.itemsize) // 2
 
 
 def _pallas_calls(jaxpr: Any) -> Iterator[Any]:

@@ -7,8 +7,9 @@ from typing import Any
 from aot.chips import GENERATIONS
 from aot.compiling import mesh
 from aot.figures import Figures, measure
+from aot.jobs import Job
 from aot.kernels import Case
-from aot.steps import Step, StepJob, compile_step, config_of
+from aot.steps import Step, compile_step, config_of
 
 GIB = 2.0**30
 KERNEL_COLUMNS = (
@@ -23,9 +24,6 @@ KERNEL_COLUMNS = (
     "ratio",
 )
 STEP_COLUMNS = ("step", "chip", "devices", "GiB of each", "GiB it has", "kernels", "compiled in")
-
-
-Job = Case | StepJob
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from ..compilers import leave_out, say_left_out
+
 HERE = Path(__file__).parent
 SCRIPTS = HERE.parents[1] / "scripts"
 sys.path[:] = dict.fromkeys([*sys.path, str(SCRIPTS)])  # `aot` is a package beside the scripts, not an installed one
 
-LEFT_OUT = pytest.StashKey[int]()
-
 
 def pytest_collection_modifyitems(config, items):
-    if "TPU_LIBRARY_PATH" in os.environ:
-        return
-    ours = [item for item in items if HERE in item.path.parents]
-    items[:] = [item for item in items if HERE not in item.path.parents]
-    config.hook.pytest_deselected(items=ours)
-    config.stash[LEFT_OUT] = len(ours)
+    if "TPU_LIBRARY_PATH" not in os.environ:
+        leave_out(config, items, HERE)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if count := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.section("TPU", sep="=")
-        terminalreporter.line(
-            f"{count} tests of {HERE.name} were not run: `make test-tpu-aot` brings libtpu and runs them"
-        )
+    say_left_out(terminalreporter, config, HERE, "TPU", "`make test-tpu-aot` brings libtpu and runs them")
 
 
 @pytest.fixture(autouse=True, scope="session")
